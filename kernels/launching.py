@@ -7,12 +7,11 @@ the numbers that change are none that it specialises on. So the dtypes choose th
 holds for the next. All else goes through Triton's launcher: memory at other addresses, hooks of profilers, the
 interpreter.
 
-Launches that differ in nothing but addresses, those of layers that are alike, are bound once (`Bound.by_address`): what
-is left of each is a call of Triton's own C function.
+Launches that differ in nothing but their tensors, those of layers that are alike, are bound once (`Launches.bind`).
 """
 
 from triton import knobs
-from triton.runtime import JITFunction, driver
+from triton.runtime import JITFunction, MockTensor, driver
 
 # What Triton's launcher launches with, in the versions that have been seen; with others it launches everything.
 _NAMES = ("run", "function", "packed_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "values")
@@ -24,11 +23,6 @@ _made: dict[tuple, "_Launch"] = {}
 def forget() -> None:
     """For whoever has changed what constants are made of: a table of blocks."""
     _made.clear()
-
-
-def has_addresses(kernel) -> bool:
-    """Whether a kernel takes addresses; the interpreter takes tensors."""
-    return isinstance(kernel, JITFunction)
 
 
 class Launches:
@@ -68,64 +62,20 @@ class Bound:
                 addresses.append(address)
                 kinds.append(t.dtype)
                 bits |= address
-        if bits & 15 or not self._is_fast():
+        if bits & 15 or not self.launch.is_fast or self._is_watched() or self._has_wide_numbers():
             self.launch.by_triton(self.grid, self.numbers, tensors)
             return
-        run, before, behind = self._bound(kinds)
-        run(*before, *addresses, *behind)
-
-    def by_address(self, *dtypes):
-        """What launches on addresses of tensors of these dtypes, or None, on the current device and its stream.
-
-        For many launches that differ in nothing else. The interpreter has no addresses.
-        """
-        if not self._is_fast():
-            return lambda *addresses: self._by_pointers(dtypes, addresses)
-        run, before, behind = self._bound(dtypes)
-
-        def launch(*addresses) -> None:
-            bits = 0
-            for address in addresses:
-                if address is not None:
-                    bits |= address
-            if bits & 15:
-                self._by_pointers(dtypes, addresses)
-            else:
-                run(*before, *addresses, *behind)
-
-        return launch
-
-    def _is_fast(self) -> bool:
-        """Whether Triton's launcher need not look at each launch."""
-        return self.launch.is_fast and not self._is_watched() and not self._has_wide_numbers()
+        active, (x, y) = driver.active, (*self.grid, 1)[:2]
+        device = active.get_current_device()
+        run, function, metadata = self.launch.form(device, kinds, self.grid, self.numbers)
+        rest = self.launch.with_numbers(self.numbers)
+        run(x, y, 1, active.get_current_stream(device), function, metadata, None, None, None, *addresses, *rest)
 
     def _is_watched(self) -> bool:
         return bool(knobs.runtime.launch_enter_hook.calls or self.launch.kernel.pre_run_hooks)
 
-    def _by_pointers(self, dtypes, addresses) -> None:
-        given = [None if at is None else _Pointer(dtype, at) for dtype, at in zip(dtypes, addresses, strict=True)]
-        self.launch.by_triton(self.grid, self.numbers, given)
-
     def _has_wide_numbers(self) -> bool:
         return any([number + 2**31 >> 32 for number in self.numbers])  # of 64 bits
-
-    def _bound(self, dtypes) -> tuple:
-        """What launches on addresses that are multiples of 16, and what it takes before and behind them."""
-        active, (x, y) = driver.active, (*self.grid, 1)[:2]
-        device = active.get_current_device()
-        run, function, metadata = self.launch.form(device, dtypes, self.grid, self.numbers)
-        stream = active.get_current_stream(device)
-        return run, (x, y, 1, stream, function, metadata, None, None, None), self.launch.with_numbers(self.numbers)
-
-
-class _Pointer:
-    """As Triton's launcher takes tensors."""
-
-    def __init__(self, dtype, address: int):
-        self.dtype, self.address = dtype, address
-
-    def data_ptr(self) -> int:
-        return self.address
 
 
 class _Launch:
@@ -154,7 +104,7 @@ class _Launch:
         kind = (device, *dtypes)
         found = self.compiled.get(kind)
         if found is None:
-            given = [None if dtype is None else _Pointer(dtype, 0) for dtype in dtypes]
+            given = [None if dtype is None else MockTensor(dtype) for dtype in dtypes]
             kernel = self._given(self.kernel.warmup, given, numbers, grid=grid)
             found = self.compiled[kind] = kernel.run, kernel.function, kernel.packed_metadata
         return found

@@ -1,6 +1,6 @@
 """What layers on a GPU launch, by backend: kernels bound to a batch, which write what the caller has made.
 
-A launch of layers that are alike differs from that of the next layer in addresses only. So what a kernel is compiled
+A launch of layers that are alike differs from that of the next layer in its tensors only. So what a kernel is compiled
 for, its grid and its numbers are looked up once for all of them.
 
 Attention, its rotation and dropout are Triton's for both backends. CUDA has norms, of one dtype throughout, and
@@ -38,9 +38,7 @@ class LayerKernels:
     """Triton's, for matrices of as many rows as x (total_tokens, hidden_size) has, in its dtype. vectors: the dtype of
     biases and norms.
 
-    Where nothing else is said, they are called with addresses if by_address, and with tensors if not: what Memory.at
-    gives. makes_norms, makes_feed_forward: those kernels give back what they have made, and write nothing of the
-    caller's.
+    makes_norms, makes_feed_forward: those kernels give back what they have made, and write nothing of the caller's.
     """
 
     def __init__(self, x: torch.Tensor, vectors: torch.dtype, plan: Plan):
@@ -50,25 +48,17 @@ class LayerKernels:
         self.norms = _module("layer_norm")
         self.ends = _module("feed_forward")
         self.their_vectors: frozenset[str] = frozenset()  # those of Plan.vectors that kernels make
-        self.dtype, self.vectors, self.seeds = x.dtype, vectors, torch.int64 if plan.has_dropout else None
-        self.by_address = self._has_addresses()
+        self.vectors = vectors
         self._bound: dict[tuple, Launch] = {}
         self._shares: torch.Tensor | None = None
-        self._kept: list[torch.Tensor] = []  # memory that launches know by its address
-
-    def _has_addresses(self) -> bool:
-        return _module("launching").has_addresses(self.norms._add_layer_norm_fwd_kernel)  # type: ignore[no-any-return]
-
-    def _by(self, bound: Any, *dtypes: torch.dtype | None) -> Launch:
-        return bound.by_address(*dtypes) if self.by_address else bound  # type: ignore[no-any-return]
 
     def dropout(self, width: int, dropout_p: float) -> Launch:
         """Of rows; called with x, philox, and out, which may be x."""
         key = ("dropout", width, dropout_p)
         launch = self._bound.get(key)
         if launch is None:
-            bound = _module("dropout").dropout_launch(self.total_tokens, width, dropout_p)
-            launch = self._bound[key] = self._by(bound, self.dtype, self.seeds, self.dtype)
+            launch = _module("dropout").dropout_launch(self.total_tokens, width, dropout_p)
+            self._bound[key] = launch
         return launch
 
     # ----------------------------------------------------------------------------------------------------------------
@@ -82,48 +72,35 @@ class LayerKernels:
         """
         launch = self._bound.get(key)
         if launch is None:
-            _, _, has_x_bias, has_residual, has_bias, _, _ = key
-            x, vectors, stats = self.dtype, self.vectors, torch.float32
-            launch = self._bound[key] = self._by(
-                self.norms.fwd_launch(self.total_tokens, self.hidden_size, *key, self.rms),
-                x, vectors if has_x_bias else None, x if has_residual else None, vectors, vectors if has_bias else None,
-                self.seeds if has_residual else None, x, x, stats, stats,
-            )  # fmt: skip
+            launch = self.norms.fwd_launch(self.total_tokens, self.hidden_size, *key, self.rms)
+            self._bound[key] = launch
         return launch
 
-    def norm_bwd(self, dropout_p: float, has_dsum: bool, has_x_bias: bool, has_seed: bool) -> Launch:
+    def norm_bwd(self, dropout_p: float, has_dsum: bool, has_x_bias: bool) -> Launch:
         """Called with dout, dsum, summed, mean, rstd, weight, philox, dx, dsummed, dx_bias, dweight, dbias."""
-        key = (dropout_p, has_dsum, has_x_bias, has_seed)
+        key = (dropout_p, has_dsum, has_x_bias)
         launch = self._bound.get(key)
         if launch is None:
             launch = self._bound[key] = self._norm_bwd(*key)
         return launch
 
-    def _norm_bwd(self, dropout_p: float, has_dsum: bool, has_x_bias: bool, has_seed: bool) -> Launch:
+    def _norm_bwd(self, dropout_p: float, has_dsum: bool, has_x_bias: bool) -> Launch:
         if self._shares is None:
             self._shares = self.norms.bwd_shares(self.x, self.hidden_size)
         shares, hidden_size = self._shares, self.hidden_size
-        x, vectors, stats = self.dtype, self.vectors, torch.float32
-        given = (self.total_tokens, shares, hidden_size, dropout_p, has_dsum, has_x_bias, self.rms)
-        launch = self._by(
-            self.norms.bwd_launch(*given), x, x if has_dsum else None, x, stats, stats, vectors,
-            self.seeds if has_seed else None, x, x, stats,
-        )  # fmt: skip
-        sums = self.norms.shares_launch(shares, hidden_size, has_x_bias, self.rms)
-        add_shares, made = self._by(sums, stats, vectors, vectors, vectors), self.at(shares)
+        launch = self.norms.bwd_launch(
+            self.total_tokens, shares, hidden_size, dropout_p, has_dsum, has_x_bias, self.rms
+        )
+        add_shares = self.norms.shares_launch(shares, hidden_size, has_x_bias, self.rms)
 
         def norm_bwd(dout, dsum, summed, mean, rstd, weight, philox, dx, dsummed, dx_bias, dweight, dbias):
-            launch(dout, dsum, summed, mean, rstd, weight, philox, dx, dsummed, made)
-            add_shares(made, dweight, dbias, dx_bias)
+            launch(dout, dsum, summed, mean, rstd, weight, philox, dx, dsummed, shares)
+            add_shares(shares, dweight, dbias, dx_bias)
 
         return norm_bwd
 
     # ----------------------------------------------------------------------------------------------------------------
     # Attention, of rows with the heads of query, key and value beside each other
-
-    def at(self, t: torch.Tensor | None) -> Any:
-        """What launches take of it."""
-        return t.data_ptr() if self.by_address and t is not None else t
 
     def attention_fwd(
         self, kind: LayerNumbers, tiles: torch.Tensor, tile: int, positions: torch.Tensor | None
@@ -131,12 +108,10 @@ class LayerKernels:
         """Called with q, k, v, out, the rows of softmax_stats, tiles, philox, positions."""
         heads, size = kind.num_heads, kind.head_dim
         strides = ((heads + 2 * kind.num_kv_heads) * size, size) * 3
-        bound = _module("attention_fwd").fwd_launch(
+        return _module("attention_fwd").fwd_launch(  # type: ignore[no-any-return]
             tiles.shape[0], self.total_tokens, strides, True, *self._element(), tile, heads, size,
             heads // kind.num_kv_heads, *_options(kind, positions),
         )  # fmt: skip
-        x, stats = self.dtype, torch.float32
-        return self._by(bound, x, x, x, x, stats, stats, tiles.dtype, self.seeds, _dtype_of(positions))
 
     def attention_bwd(
         self, kind: LayerNumbers, tiles: torch.Tensor, tile: int, positions: torch.Tensor | None
@@ -147,23 +122,18 @@ class LayerKernels:
         width, total_tokens = (heads + 2 * kv_heads) * size, self.total_tokens
         whole, own = (width, size) * 3, (heads * size, size)
         scale, _ = _module("attention").scale_and_sign(kind.softmax_scale)
-        dkdv, dq = module.bwd_launches(
+        make_dkdv, make_dq = module.bwd_launches(
             tiles.shape[0], total_tokens, (*whole, *own), width, *self._element(), tile, heads, kv_heads, size,
             *_options(kind, positions),
         )  # fmt: skip
-        x, stats, rest = self.dtype, torch.float32, (tiles.dtype, self.seeds, _dtype_of(positions))
-        records_of = module.records_launch(total_tokens, heads, own * 2, size, scale)
-        make_records = self._by(records_of, x, x, stats, stats, stats)
-        make_dkdv, make_dq = self._by(dkdv, x, x, x, x, stats, x, x, *rest), self._by(dq, x, x, x, x, stats, x, *rest)
-        memory = self.x.new_empty((heads, total_tokens, 4), dtype=torch.float32)
-        records = self.at(memory)
+        make_records = module.records_launch(total_tokens, heads, own * 2, size, scale)
+        records = self.x.new_empty((heads, total_tokens, 4), dtype=torch.float32)
 
         def attention_bwd(dout, q, k, v, out, top, total, dq, dk, dv, tiles, philox, positions):
             make_records(dout, out, top, total, records)
             make_dkdv(q, k, v, dout, records, dk, dv, tiles, philox, positions)
             make_dq(q, k, v, dout, records, dq, tiles, philox, positions)
 
-        self._kept.append(memory)
         return attention_bwd
 
     def rotate(self, kind: LayerNumbers, tiles: torch.Tensor, tile: int, table: tuple, inverse: bool) -> Launch:
@@ -172,10 +142,9 @@ class LayerKernels:
         heads, kv_heads, size = kind.num_heads, kind.num_kv_heads, kind.head_dim
         width = (heads + 2 * kv_heads) * size
         strides = (width, size, width, size, width, width, cos.stride(0), sin.stride(0))
-        bound = _module("rotary").rotary_launch(
+        return _module("rotary").rotary_launch(  # type: ignore[no-any-return]
             tiles.shape[0], cos.shape[0], tile, heads, kv_heads, size // 2, strides, interleaved, by_token, inverse
         )
-        return self._by(bound, *[self.dtype] * 4, cos.dtype, sin.dtype, tiles.dtype)
 
     def _element(self) -> tuple[int, int]:
         return _module("blocks").major_of(self.x.device), self.x.element_size()
@@ -184,17 +153,15 @@ class LayerKernels:
     # Feed-forward
 
     def feed_forward(self, activation: str, kind: LayerNumbers, inner_size: int) -> Launch:
-        """Called with tensors: h, up_t, up_bias, down_t, pre, inner, out; and with what launches take of philox, pre
-        and inner.
-        """
-        bound = self.ends.activation_fwd_launch(self.total_tokens, inner_size, activation, kind.gated)
-        act, drop = self._by(bound, self.dtype, self.dtype), self._inner_dropout(kind, inner_size)
+        """Called with h, up_t, up_bias, down_t, pre, inner, out, philox."""
+        act = self.ends.activation_fwd_launch(self.total_tokens, inner_size, activation, kind.gated)
+        drop = self._inner_dropout(kind, inner_size)
 
-        def feed_forward(h, up_t, up_bias, down_t, pre, inner, out, philox, pre_at, inner_at):
+        def feed_forward(h, up_t, up_bias, down_t, pre, inner, out, philox):
             project(h, up_t, up_bias, pre)
-            act(pre_at, inner_at)
+            act(pre, inner)
             if drop is not None:
-                drop(inner_at, philox, inner_at)
+                drop(inner, philox, inner)
             torch.mm(inner, down_t, out=out)
 
         return feed_forward
@@ -203,28 +170,21 @@ class LayerKernels:
         return self.dropout(inner_size, kind.inner_dropout) if kind.inner_dropout > 0 else None
 
     def feed_forward_bwd(self, activation: str, kind: LayerNumbers, inner_size: int, has_bias: bool) -> Launch:
-        """Called with tensors: dout, h, pre, up, down, narrow and wide (memory of inner's and of pre's widths), dup,
-        ddown, dup_bias, dh, and whether dh is added to what it has; and with what launches take of philox, pre, narrow
-        and wide. Gives dh back.
+        """Called with dout, h, pre, up, down, narrow and wide (memory of inner's and of pre's widths), dup, ddown,
+        dup_bias, dh, whether dh is added to what it has, and philox. Gives dh back.
         """
         total_tokens, drop, gated = self.total_tokens, self._inner_dropout(kind, inner_size), kind.gated
-        bound = self.ends.activation_bwd_launch(total_tokens, inner_size, activation, gated, has_bias)
-        act = self._by(bound, *[self.dtype] * 4, torch.float32)
+        act = self.ends.activation_bwd_launch(total_tokens, inner_size, activation, gated, has_bias)
         shares = self.ends.dbias_shares(self.x, inner_size * (1 + gated) if has_bias else 0)
-        shares_at = self.at(shares)
 
-        def feed_forward_bwd(
-            dout, h, pre, up, down, narrow, wide, dup, ddown, dup_bias, dh, is_added, philox, pre_at, narrow_at, wide_at
-        ):  # fmt: skip
+        def feed_forward_bwd(dout, h, pre, up, down, narrow, wide, dup, ddown, dup_bias, dh, is_added, philox):
             torch.mm(dout, down, out=narrow)
             if drop is not None:
-                drop(narrow_at, philox, narrow_at)
-            (dpre, dpre_at), (inner, inner_at) = (narrow, narrow_at), (wide, wide_at)
-            if gated:
-                (dpre, dpre_at), (inner, inner_at) = (inner, inner_at), (dpre, dpre_at)
-            act(narrow_at, pre_at, dpre_at, inner_at, shares_at)
+                drop(narrow, philox, narrow)
+            dpre, inner = (wide, narrow) if gated else (narrow, wide)
+            act(narrow, pre, dpre, inner, shares)
             if drop is not None:
-                drop(inner_at, philox, inner_at)
+                drop(inner, philox, inner)
             torch.mm(dout.t(), inner, out=ddown)
             torch.mm(dpre.t(), h, out=dup)
             if has_bias:
@@ -247,20 +207,12 @@ def _options(kind: LayerNumbers, positions: torch.Tensor | None) -> tuple:
     return kind.softmax_scale, kind.attention_dropout, (kind.window_left, kind.window_right), positions is not None
 
 
-def _dtype_of(t: torch.Tensor | None) -> torch.dtype | None:
-    return None if t is None else t.dtype
-
-
 class CudaLayerKernels(LayerKernels):
     def __init__(self, x: torch.Tensor, vectors: torch.dtype, plan: Plan):
         super().__init__(x, vectors, plan)
         self.their_vectors = their_vectors(Backend.CUDA, x.dtype, vectors)
         self.makes_norms = bool(self.their_vectors)
         self.makes_feed_forward = not plan.has_inner_dropout
-
-    def _has_addresses(self) -> bool:
-        """Its own take tensors."""
-        return False
 
     def norm_fwd(self, *key: Any) -> Launch:
         if not self.makes_norms:
@@ -273,9 +225,9 @@ class CudaLayerKernels(LayerKernels):
 
         return norm_fwd
 
-    def norm_bwd(self, dropout_p: float, has_dsum: bool, has_x_bias: bool, has_seed: bool) -> Launch:
+    def norm_bwd(self, dropout_p: float, has_dsum: bool, has_x_bias: bool) -> Launch:
         if not self.makes_norms:
-            return super().norm_bwd(dropout_p, has_dsum, has_x_bias, has_seed)
+            return super().norm_bwd(dropout_p, has_dsum, has_x_bias)
 
         def norm_bwd(dout, dsum, summed, mean, rstd, weight, philox, *_):
             mean = rstd[:0] if self.rms else mean
@@ -298,7 +250,7 @@ class CudaLayerKernels(LayerKernels):
         if not self.makes_feed_forward:
             return super().feed_forward_bwd(activation, kind, inner_size, has_bias)
 
-        def feed_forward_bwd(dout, h, pre, up, down, _, __, dup, ddown, dup_bias, dh, is_added, *___):
+        def feed_forward_bwd(dout, h, pre, up, down, _, __, dup, ddown, dup_bias, dh, is_added, ___):
             rest = (None, activation, kind.gated, True, True, has_bias)
             dx, dups, dbiases, made = torch.ops.fastbert.feed_forward_bwd_cuda(dout, h, pre, up, down, *rest)
             dup.copy_(dups[0])

@@ -12,12 +12,11 @@ import torch
 
 from fastbert.ops._layer_plan import Plan, Tensors
 
-_TO_16_BYTES = 4  # of float32: what is launched again without a look begins at a multiple of that
+_TO_16_BYTES = 4  # of float32: what is launched without a look of Triton's begins at a multiple of that
 
 
 class Memory:
-    """memory[name] has a tensor for each of `count` places, or None; memory.at(name) what launches take of it: its
-    address, or the tensor.
+    """memory[name] has a tensor for each of `count` places, or None.
 
     like: (total_tokens, width), in the products' dtype. vectors: the parameters' dtype. theirs: names of what kernels
     make themselves: their places are filled by the caller, and each tensor is held by itself.
@@ -29,50 +28,21 @@ class Memory:
         vectors: torch.dtype,
         count: int,
         theirs: Collection[str] = (),
-        by_address: bool = False,
     ):
-        self._like, self._count, self._theirs, self._by_address = like, count, theirs, by_address
+        self._like, self._count, self._theirs = like, count, theirs
         self._dtypes = {"rows": like.dtype, "vector": vectors}
-        self._whole: dict[str, tuple[Sequence[int], torch.Tensor]] = {}  # places, whose tensors are rows of one
-        self._single: dict[str, dict[int, torch.Tensor]] = {}
+        self._whole: dict[str, torch.Tensor] = {}  # of the names whose tensors are rows of one
         self._lists: dict[str, list[Any]] = {}
-        self._ats: dict[str, list[Any]] = {}
 
     def __getitem__(self, name: str) -> list[Any]:
-        found = self._lists.get(name)
-        if found is None:
-            found = self._lists[name] = [None] * self._count
-            if name in self._whole:
-                places, whole = self._whole[name]
-                for at, t in zip(places, whole.unbind(), strict=True):
-                    found[at] = t
-            for at, t in self._single.get(name, {}).items():
-                found[at] = t
-        return found
-
-    def at(self, name: str) -> list[Any]:
-        if not self._by_address:
-            return self[name]
-        found = self._ats.get(name)
-        if found is None:
-            if name in self._whole and name not in self._lists:
-                found = [None] * self._count
-                places, whole = self._whole[name]
-                for at, address in zip(places, rows_at(whole), strict=True):
-                    found[at] = address
-                for at, t in self._single.get(name, {}).items():
-                    found[at] = t.data_ptr()
-            else:
-                found = [None if t is None else t.data_ptr() for t in self[name]]
-            self._ats[name] = found
-        return found
+        return self._lists.setdefault(name, [None] * self._count)
 
     def make(self, tensors: Tensors) -> None:
         if tensors.name in self._theirs or not tensors.places:
             return
         if tensors.are_alike:
             shape = (len(tensors.places), *self._shape(tensors, tensors.widths[0]))
-            self._whole[tensors.name] = tensors.places, self._new(shape, tensors)
+            self._put_whole(tensors, self._new(shape, tensors))
         else:
             self._put(tensors, [self._new(self._shape(tensors, width), tensors) for width in tensors.widths])
 
@@ -86,7 +56,7 @@ class Memory:
         held: list[torch.Tensor] = []
         for tensors in names:
             if tensors.name in self._whole:
-                held.append(self._whole[tensors.name][1])
+                held.append(self._whole[tensors.name])
             else:
                 held += [self[tensors.name][at] for at in tensors.places]
         return held
@@ -96,48 +66,31 @@ class Memory:
         if not tensors.places:
             return
         if tensors.are_alike and tensors.name not in self._theirs:
-            self._whole[tensors.name] = tensors.places, next(held)
+            self._put_whole(tensors, next(held))
         else:
             self._put(tensors, [next(held) for _ in tensors.places])
+
+    def _put_whole(self, tensors: Tensors, whole: torch.Tensor) -> None:
+        self._whole[tensors.name] = whole
+        self._put(tensors, whole.unbind())
 
     def _put(self, tensors: Tensors, given: Sequence[torch.Tensor]) -> None:
         mine = self[tensors.name]
         for at, t in zip(tensors.places, given, strict=True):
             mine[at] = t
 
-    def put(self, name: str, place: int, t: torch.Tensor) -> None:
-        """At a place that has none of this name, before launches have taken any of them."""
-        self._single.setdefault(name, {})[place] = t
-        if name in self._lists:
-            self._lists[name][place] = t
-
     def share(self, name: str, other: str) -> None:
         """Two names of the same."""
-        (self._ats if self._by_address else self._lists)[name] = self.at(other)
+        self._lists[name] = self[other]
 
     def split_columns(self, name: str, names: Sequence[str], sizes: Sequence[Sequence[int]]) -> None:
         """Columns of each tensor of a name, as names of their own. sizes: of each."""
-        if not self._by_address:
-            self._name_parts(
-                names, [t.split_with_sizes(each, -1) for t, each in zip(self._there(name), sizes, strict=True)]
-            )
-            return
-        addresses, element = self.at(name), self._like.element_size()
-        for part, widths in zip(names, zip(*sizes, strict=True), strict=True):
-            self._ats[part] = addresses
-            addresses = [at + element * width for at, width in zip(addresses, widths, strict=False)]
+        self._name_parts(
+            names, [t.split_with_sizes(each, -1) for t, each in zip(self._there(name), sizes, strict=True)]
+        )
 
     def split_rows(self, name: str, names: Sequence[str]) -> None:
         """The rows of each tensor of a name, as names of their own."""
-        if self._by_address:
-            if name in self._whole:
-                whole = self._whole[name][1]
-                steps = [whole.stride(1) * whole.element_size()] * whole.shape[0]
-            else:
-                steps = [t.stride(0) * t.element_size() for t in self._there(name)]
-            for i, part in enumerate(names):
-                self._ats[part] = [at + i * step for at, step in zip(self.at(name), steps, strict=False)]
-            return
         self._name_parts(names, [t.unbind() for t in self._there(name)])
 
     def _there(self, name: str) -> list[torch.Tensor]:
@@ -150,7 +103,7 @@ class Memory:
     def vectors_apart(self, name: str, sizes: Sequence[Sequence[int]]) -> list[Sequence[torch.Tensor]]:
         """Parts of each vector of a name, of these sizes; none where there is none."""
         if name in self._whole and len({tuple(each) for each in sizes}) == 1:
-            parts = self._whole[name][1].split_with_sizes(sizes[0], 1)
+            parts = self._whole[name].split_with_sizes(sizes[0], 1)
             return [*zip(*[part.unbind() for part in parts], strict=True)]
         return [() if t is None else t.split(size) for t, size in zip(self[name], sizes, strict=True)]
 
@@ -173,9 +126,3 @@ def weights_memory(plan: Plan, x: torch.Tensor, vectors: torch.dtype) -> list[to
     """
     size = plan.layout.merged_size(vectors is not x.dtype)
     return [x.new_empty(size), x.new_empty(plan.size_of_vectors, dtype=vectors)]
-
-
-def rows_at(whole: torch.Tensor) -> range:
-    """The addresses of its rows, along the first axis."""
-    first, step = whole.data_ptr(), whole.stride(0) * whole.element_size()
-    return range(first, first + step * whole.shape[0], step)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastbert.ops._layer_kernels import LayerKernels, project
-from fastbert.ops._layer_memory import Memory, rows_at
+from fastbert.ops._layer_memory import Memory
 from fastbert.ops._layer_plan import Junction, Plan
 from fastbert.ops._merged_weights import is_copied
 from fastbert.ops.layer_numbers import LayerNumbers
@@ -40,7 +40,7 @@ class Operands(NamedTuple):
 
 
 class Stack:
-    """A plan's layers on one batch: what both directions share. It has of tensors what launches take (Memory.at)."""
+    """A plan's layers on one batch: what both directions share."""
 
     def __init__(self, plan: Plan, kernels: LayerKernels, operands: Operands, x: torch.Tensor):
         self.plan, self.kernels, self.operands, self.x = plan, kernels, operands, x
@@ -50,20 +50,17 @@ class Stack:
             (kind, tiles, size, operands.window_positions if max(kind.window_left, kind.window_right) >= 0 else None)
             for kind, tiles, size in zip(plan.distinct_kinds, operands.tiles, operands.tile_sizes, strict=True)
         ]
-        self.tiles = self.of_layers([kernels.at(tiles) for _, tiles, _, _ in self.kinds])
-        self.positions = self.of_layers([kernels.at(positions) for *_, positions in self.kinds])
+        self.tiles = self.of_layers([tiles for _, tiles, _, _ in self.kinds])
+        self.positions = self.of_layers([positions for *_, positions in self.kinds])
         # By the order of LayerNumbers' dropouts; without an inner one nobody looks at its.
         self.seeds: list[Sequence[Any]] = [[None] * self.num_layers] * 4
         if operands.philox is not None:
-            each = [rows_at(t) if kernels.by_address else t.unbind() for t in operands.philox.unbind(1)]
+            each = [t.unbind() for t in operands.philox.unbind(1)]
             self.seeds = [each[0], each[1], each[-2], each[-1]]
 
-    def vector(self, place: int) -> Any:
+    def vector(self, place: int) -> torch.Tensor:
         """One of those that junctions take."""
-        vectors = self.operands.vectors
-        if self.kernels.by_address:
-            return vectors.data_ptr() + place * vectors.element_size()
-        return vectors[place : place + self.plan.hidden_size]
+        return self.operands.vectors[place : place + self.plan.hidden_size]
 
     def of_layers(self, of_kinds: Sequence[Any]) -> list[Any]:
         return [of_kinds[number] for number in self.plan.which_kind]
@@ -91,10 +88,9 @@ class Stack:
         )
 
     def _rotation(self, kind: LayerNumbers, tiles: torch.Tensor, tile: int, inverse: bool) -> Callable[..., None]:
-        table, at = self.operands.tables[kind.rotary], self.kernels.at
+        table = self.operands.tables[kind.rotary]
         launch = self.kernels.rotate(kind, tiles, tile, table, inverse)
-        rest = at(table[0]), at(table[1]), at(tiles)
-        return lambda q, k: launch(q, k, q, k, *rest)
+        return lambda q, k: launch(q, k, q, k, table[0], table[1], tiles)
 
     def bind_feed_forward(self, bind: Callable[..., Any], *others: Sequence[Any]) -> list[Any]:
         """bind(activation, kind, intermediate_size, *others) for each that differs: of each layer."""
@@ -111,8 +107,8 @@ class Stack:
         """Without anything in it but x, which is the first junction's sum."""
         theirs = {"pres"} if self.kernels.makes_feed_forward else set()
         theirs |= {*ENTRIES, *MIDDLES} if self.kernels.makes_norms else set()
-        memory = Memory(self.x, self.operands.vectors.dtype, self.num_layers + 1, theirs, self.kernels.by_address)
-        memory.put("entry_sums", 0, self.x)
+        memory = Memory(self.x, self.operands.vectors.dtype, self.num_layers + 1, theirs)
+        memory["entry_sums"][0] = self.x
         return memory
 
     def complete(self, memory: Memory) -> None:
@@ -126,7 +122,7 @@ class Stack:
         for junctions, (sums, hs, means, rstds) in ((plan.entries, ENTRIES), (plan.middles, MIDDLES)):
             for at, junction in enumerate(junctions):
                 if junction.norm is None and memory[sums][at] is not None:
-                    memory.put(hs, at, memory[sums][at])
+                    memory[hs][at] = memory[sums][at]
             if plan.rms:  # whose kernels do not look at it
                 memory.share(means, rstds)
 
@@ -136,7 +132,7 @@ class Stack:
         for tensors in self.plan.kept:
             memory.make(tensors)
         out = torch.empty_like(self.x)
-        memory.put("entry_hs" if self.plan.entries[-1].norm is not None else "entry_sums", self.num_layers, out)
+        memory["entry_hs" if self.plan.entries[-1].norm is not None else "entry_sums"][self.num_layers] = out
         self.complete(memory)
         forward = Forward(self, memory)
         forward.start()
@@ -147,11 +143,10 @@ class Stack:
 
 
 class Names:
-    """What a junction makes, in memory: what launches take, and the operand of the next product."""
+    """What a junction makes, in memory; hs: the operands of the next products."""
 
     def __init__(self, memory: Memory, names: Sequence[str]):
-        self.sums, self.hs, self.means, self.rstds = (memory.at(name) for name in names)
-        self.operands = memory[names[1]]
+        self.sums, self.hs, self.means, self.rstds = (memory[name] for name in names)
 
 
 class Forward:
@@ -166,12 +161,9 @@ class Forward:
         self.run_feed_forward = stack.bind_feed_forward(kernels.feed_forward)
         memory.make_in_turn(plan.inners)
         self.product = torch.empty_like(x)  # what comes out of a half, for the next junction alone
-        self.product_at = kernels.at(self.product)
-        self.nothing, self.nothing_of_norm = kernels.at(x.new_empty(0)), kernels.at(x.new_empty(0, dtype=torch.float32))
+        self.nothing, self.nothing_of_norm = x.new_empty(0), x.new_empty(0, dtype=torch.float32)
         self.qkvs, self.contexts, self.pres, self.inners = (memory[t] for t in ("qkvs", "contexts", "pres", "inners"))
-        self.q, self.k, self.v, self.tops, self.totals, self.contexts_at, self.pres_at, self.inners_at = (
-            memory.at(name) for name in ("q", "k", "v", "tops", "totals", "contexts", "pres", "inners")
-        )
+        self.q, self.k, self.v, self.tops, self.totals = (memory[name] for name in ("q", "k", "v", "tops", "totals"))
         self.entries, self.middles = Names(memory, ENTRIES), Names(memory, MIDDLES)
         launches = [kernels.norm_fwd(*key) for key in plan.junction_keys]
         self.join_entries = [self._bound(launches, junction, max(0, i - 1)) for i, junction in enumerate(plan.entries)]
@@ -197,7 +189,7 @@ class Forward:
                 names.hs[at], names.sums[at], names.means[at], names.rstds[at] = made
         else:  # what some norm makes of the sum is left
             left = torch.empty_like(self.stack.x)
-            rest = (self.stack.kernels.at(left), names.sums[at], self.nothing_of_norm, self.nothing_of_norm)
+            rest = (left, names.sums[at], self.nothing_of_norm, self.nothing_of_norm)
             made = launch(x, bias, residual, weight, None, seed, *rest)
             if made is not None:
                 names.sums[at] = names.hs[at] = made[1]
@@ -214,22 +206,22 @@ class Forward:
     def attention(self, i: int) -> None:
         """Up to the operand of the wide product."""
         stack, q, k, entries = self.stack, self.q[i], self.k[i], self.entries
-        project(entries.operands[i], self.qkv_weights[i], self.qkv_biases[i], self.qkvs[i])
+        project(entries.hs[i], self.qkv_weights[i], self.qkv_biases[i], self.qkvs[i])
         if self.rotate[i] is not None:
             self.rotate[i](q, k)
         self.attend[i](
-            q, k, self.v[i], self.contexts_at[i], self.tops[i], self.totals[i], stack.tiles[i], stack.seeds[0][i],
+            q, k, self.v[i], self.contexts[i], self.tops[i], self.totals[i], stack.tiles[i], stack.seeds[0][i],
             stack.positions[i],
         )  # fmt: skip
         torch.mm(self.contexts[i], self.output_weights[i], out=self.product)
         residual = entries.sums[i] if stack.plan.norm_first else entries.hs[i]
-        self._join(self.join_middles[i], self.product_at, residual, self.middles, i)
+        self._join(self.join_middles[i], self.product, residual, self.middles, i)
 
     def feed_forward(self, i: int) -> None:
-        stack, middles, out = self.stack, self.middles, self.product_at
+        stack, middles, out = self.stack, self.middles, self.product
         made = self.run_feed_forward[i](
-            middles.operands[i], self.up_weights[i], self.up_biases[i], self.down_weights[i], self.pres[i],
-            self.inners[i], self.product, stack.seeds[2][i], self.pres_at[i], self.inners_at[i],
+            middles.hs[i], self.up_weights[i], self.up_biases[i], self.down_weights[i], self.pres[i], self.inners[i],
+            self.product, stack.seeds[2][i],
         )  # fmt: skip
         if made is not None:
             out, self.pres[i] = made
@@ -247,4 +239,4 @@ class Forward:
             if made is not None:
                 names.hs[i] = made[0]
         self.attention(i)
-        project(self.middles.operands[i], self.up_weights[i], self.up_biases[i], self.pres[i])
+        project(self.middles.hs[i], self.up_weights[i], self.up_biases[i], self.pres[i])

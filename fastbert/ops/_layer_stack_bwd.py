@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 
@@ -34,23 +33,12 @@ def backward(
 
 
 class _Rows:
-    """Where the gradients of a junction's norm and of its bias go, by layer: what launches take, and tensors."""
+    """Where the gradients of a junction's norm and of its bias go, by layer."""
 
     def __init__(self, vectors: Memory, norm: str, biases: str):
         self.weights, self.norm_biases, self.biases = (
-            vectors.at(name) for name in (f"{norm}_weights", f"{norm}_biases", biases)
+            vectors[name] for name in (f"{norm}_weights", f"{norm}_biases", biases)
         )
-        self.vectors, self.name = vectors, biases
-
-    def bias(self, layer: int) -> torch.Tensor | None:
-        return self.vectors[self.name][layer]  # type: ignore[no-any-return]
-
-
-class _Gradient(NamedTuple):
-    """Of rows: the tensor, and what launches take of it."""
-
-    tensor: torch.Tensor
-    at: Any
 
 
 class _Backward:
@@ -58,38 +46,32 @@ class _Backward:
     operand, and, where that is another tensor, of the sum.
     """
 
-    dsum: _Gradient | None = None
+    dsum: torch.Tensor | None = None
 
     def __init__(self, stack: Stack, memory: Memory, dweights: torch.Tensor, dout: torch.Tensor):
-        self.stack, self.dh = stack, self._gradient(stack, dout.contiguous())
+        self.stack, self.dh = stack, dout.contiguous()
         plan, kernels, x, of_parameters = stack.plan, stack.kernels, stack.x, stack.operands.vectors.dtype
         self.qkv_weights, self.output_weights, self.up_weights, self.down_weights = stack.weights(transposed=False)
         self.dqkv_weights, self.doutput_weights, self.dup_weights, self.ddown_weights = (
             run.within(dweights) for run in plan.layout.runs
         )
-        by_address, count = kernels.by_address, stack.num_layers
-        self.vectors = Memory(x, of_parameters, count, kernels.their_vectors, by_address)
+        self.vectors = Memory(x, of_parameters, stack.num_layers, kernels.their_vectors)
         for tensors in plan.vectors:
             self.vectors.make(tensors)
         self.dqkv_biases, self.dup_biases = self.vectors["qkv_biases"], self.vectors["up_biases"]
-        scratch = Memory(x, of_parameters, count, by_address=by_address)
+        scratch = Memory(x, of_parameters, stack.num_layers)
         for tensors in (plan.inners, *[each for each in plan.bodies if each.name in ("qkvs", "contexts", "pres")]):
             scratch.make_in_turn(tensors)
         scratch.split_columns("qkvs", ("q", "k", "v"), stack.head_widths)
-        self.dqkvs, self.dcontexts, self.narrow, self.wide = (
-            scratch[name] for name in ("qkvs", "contexts", "inners", "pres")
+        self.dqkvs, self.dcontexts, self.narrow, self.wide, self.dq, self.dk, self.dv = (
+            scratch[name] for name in ("qkvs", "contexts", "inners", "pres", "q", "k", "v")
         )
-        self.dcontexts_at, self.dq, self.dk, self.dv, self.narrow_at, self.wide_at = (
-            scratch.at(name) for name in ("contexts", "q", "k", "v", "inners", "pres")
-        )
-        self.contexts, self.pres = memory["contexts"], memory["pres"]
-        self.contexts_at, self.pres_at, self.q, self.k, self.v, self.tops, self.totals = (
-            memory.at(name) for name in ("contexts", "pres", "q", "k", "v", "tops", "totals")
+        self.contexts, self.pres, self.q, self.k, self.v, self.tops, self.totals = (
+            memory[name] for name in ("contexts", "pres", "q", "k", "v", "tops", "totals")
         )
         self.entries, self.middles = Names(memory, ENTRIES), Names(memory, MIDDLES)
-        self.product, self.pool = self._gradient(stack, torch.empty_like(x)), list[_Gradient]()
-        self.no_vector = x.new_empty(x.shape[1], dtype=of_parameters)
-        self.nowhere = kernels.at(self.no_vector)
+        self.product, self.pool = torch.empty_like(x), list[torch.Tensor]()
+        self.nowhere = x.new_empty(x.shape[1], dtype=of_parameters)
         self.attend = stack.bind_attention(kernels.attention_bwd)
         self.rotate = stack.bind_rotations(inverse=True)
         has_bias = [bias is not None for bias in self.dup_biases]
@@ -100,47 +82,39 @@ class _Backward:
             for norm, biases in zip(norms, ("down_biases", "output_biases"), strict=True)
         )
 
-    @staticmethod
-    def _gradient(stack: Stack, t: torch.Tensor) -> _Gradient:
-        return _Gradient(t, stack.kernels.at(t))
-
-    def _spare(self, first: _Gradient, second: _Gradient | None) -> _Gradient:
+    def _spare(self, first: torch.Tensor, second: torch.Tensor | None) -> torch.Tensor:
         """Memory that holds neither."""
         for spare in self.pool:
             if spare is not first and spare is not second:
                 return spare
-        self.pool.append(self._gradient(self.stack, torch.empty_like(self.stack.x)))
+        self.pool.append(torch.empty_like(self.stack.x))
         return self.pool[-1]
 
-    def _join(self, junction: Junction, names: Names, at: int, rows: _Rows, layer: int, of_norm: int) -> _Gradient:
+    def _join(self, junction: Junction, names: Names, at: int, rows: _Rows, layer: int, of_norm: int) -> torch.Tensor:
         """The gradient of what came out of the product; that of the residual becomes dsum. rows: where the gradients of
         the norm of layer `of_norm`, and of the bias of `layer`, go.
         """
         stack, dh, dsum, p, norm = self.stack, self.dh, self.dsum, junction.dropout_p, junction.norm
+        has_bias, nowhere = junction.bias >= 0, self.nowhere
         if norm is None:
             dx, self.dsum = dh, dh
             if p > 0:
                 dx = self.product
-                stack.kernels.dropout(self.stack.x.shape[1], p)(dh.at, stack.seeds[junction.seed][layer], dx.at)
-            if junction.bias >= 0:
-                dbias = rows.bias(layer)
-                if dbias is None:
-                    rows.biases[layer] = torch.sum(dx.tensor, 0, dtype=stack.operands.vectors.dtype)
-                else:
-                    torch.sum(dx.tensor, 0, dtype=dbias.dtype, out=dbias)
+                stack.kernels.dropout(self.stack.x.shape[1], p)(dh, stack.seeds[junction.seed][layer], dx)
+            if has_bias and rows.biases[layer] is None:
+                rows.biases[layer] = torch.sum(dx, 0, dtype=stack.operands.vectors.dtype)
+            elif has_bias:
+                torch.sum(dx, 0, dtype=rows.biases[layer].dtype, out=rows.biases[layer])
             return dx
-        has_bias, has_seed, nowhere = junction.bias >= 0, not junction.is_start, self.nowhere
         dx, dsummed = self.product, self._spare(dh, dsum)
-        launch = stack.kernels.norm_bwd(p, dsum is not None, has_bias, has_seed)
-        made = launch(
-            dh.at, None if dsum is None else dsum.at, names.sums[at], names.means[at], names.rstds[at],
-            stack.vector(norm.weight), stack.seeds[junction.seed][layer] if has_seed else None, dx.at, dsummed.at,
+        made = stack.kernels.norm_bwd(p, dsum is not None, has_bias)(
+            dh, dsum, names.sums[at], names.means[at], names.rstds[at], stack.vector(norm.weight),
+            None if junction.is_start else stack.seeds[junction.seed][layer], dx, dsummed,
             rows.biases[layer] if has_bias else nowhere, rows.weights[of_norm],
             rows.norm_biases[of_norm] if norm.bias >= 0 else nowhere,
         )  # fmt: skip
         if made is not None:
-            of_x, of_sum, dbias, rows.weights[of_norm], dnorm_bias = made
-            dx, dsummed = _Gradient(of_x, of_x), _Gradient(of_sum, of_sum)
+            dx, dsummed, dbias, rows.weights[of_norm], dnorm_bias = made
             if has_bias:
                 rows.biases[layer] = dbias
             if norm.bias >= 0:
@@ -148,7 +122,7 @@ class _Backward:
         self.dsum = dsummed
         return dx if p > 0 else dsummed
 
-    def _next(self, has_norm: bool, dx: _Gradient) -> tuple[_Gradient, bool]:
+    def _next(self, has_norm: bool, dx: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """Where the next junction's dh goes to, and whether it is added there: one tensor goes on from that junction,
         as the operand and as the residual.
         """
@@ -162,12 +136,11 @@ class _Backward:
         of_norm = i + 1 if plan.norm_first else i
         dx = self._join(plan.entries[i + 1], self.entries, i + 1, self.entry_rows, i, of_norm)
         dh, is_added = self._next(plan.middles[i].norm is not None, dx)
-        made = self.run_feed_forward[i](
-            dx.tensor, self.middles.operands[i], self.pres[i], self.up_weights[i], self.down_weights[i],
-            self.narrow[i], self.wide[i], self.dup_weights[i], self.ddown_weights[i], self.dup_biases[i], dh.tensor,
-            is_added, self.stack.seeds[2][i], self.pres_at[i], self.narrow_at[i], self.wide_at[i],
+        self.dh = self.run_feed_forward[i](
+            dx, self.middles.hs[i], self.pres[i], self.up_weights[i], self.down_weights[i], self.narrow[i],
+            self.wide[i], self.dup_weights[i], self.ddown_weights[i], self.dup_biases[i], dh, is_added,
+            self.stack.seeds[2][i],
         )  # fmt: skip
-        self.dh = dh if made is dh.tensor else _Gradient(made, made)
         if is_added:
             self.dsum = None
 
@@ -175,15 +148,15 @@ class _Backward:
         stack, plan = self.stack, self.stack.plan
         dx = self._join(plan.middles[i], self.middles, i, self.middle_rows, i, i)
         dqkv, dq, dk = self.dqkvs[i], self.dq[i], self.dk[i]
-        torch.mm(dx.tensor.t(), self.contexts[i], out=self.doutput_weights[i])
-        torch.mm(dx.tensor, self.output_weights[i], out=self.dcontexts[i])
+        torch.mm(dx.t(), self.contexts[i], out=self.doutput_weights[i])
+        torch.mm(dx, self.output_weights[i], out=self.dcontexts[i])
         self.attend[i](
-            self.dcontexts_at[i], self.q[i], self.k[i], self.v[i], self.contexts_at[i], self.tops[i], self.totals[i],
+            self.dcontexts[i], self.q[i], self.k[i], self.v[i], self.contexts[i], self.tops[i], self.totals[i],
             dq, dk, self.dv[i], stack.tiles[i], stack.seeds[0][i], stack.positions[i],
         )  # fmt: skip
         if self.rotate[i] is not None:
             self.rotate[i](dq, dk)
-        torch.mm(dqkv.t(), self.entries.operands[i], out=self.dqkv_weights[i])
+        torch.mm(dqkv.t(), self.entries.hs[i], out=self.dqkv_weights[i])
         dbias = self.dqkv_biases[i]
         if dbias is not None:
             torch.sum(dqkv, 0, dtype=dbias.dtype, out=dbias)
@@ -192,11 +165,11 @@ class _Backward:
         if is_added:
             self.dsum = None
         if needs_dx or i > 0 or has_norm:
-            project_back(dqkv, self.qkv_weights[i], self.dh.tensor, is_added)
+            project_back(dqkv, self.qkv_weights[i], self.dh, is_added)
 
     def start(self) -> torch.Tensor:
         """dx."""
-        first, dx = self.stack.plan.entries[0], self.dh
-        if first.norm is not None:
-            dx = self._join(first, self.entries, 0, self.entry_rows, 0, 0)
-        return dx.tensor
+        first = self.stack.plan.entries[0]
+        if first.norm is None:
+            return self.dh
+        return self._join(first, self.entries, 0, self.entry_rows, 0, 0)

@@ -42,9 +42,9 @@ class _OtherOptimizer(GraphedStep):
     def _capture_optimizer(self, flat):
         step = flat.step
 
-        def prepared_step():
+        def prepared_step(max_norm):
             self.prepare_step(flat)
-            step()
+            step(max_norm)
 
         flat.step = prepared_step
         return super()._capture_optimizer(flat)

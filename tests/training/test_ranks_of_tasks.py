@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from pretraining_runs import write_text
+from test_pretraining_ranks import make_task as two_models
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from training_runs import ALONE, losses_of
 
@@ -30,7 +31,7 @@ from fastbert.training.task import Phase
 STEPS = 3
 # How many batches a rank makes of its share: "ranking" in two is cached gradients, and "masked" accumulation.
 PARTS = {"classes": (1,), "tags": (1,), "answers": (1,), "ranking": (1, 2), "masked": (2,)}
-TWO_MODELS = {"replaced": (1,), "distilled": (1,)}
+TWO_MODELS = {"rtd": (1,), "distil": (1,)}
 
 
 class Run(NamedTuple):
@@ -43,12 +44,7 @@ class Run(NamedTuple):
         """rank 0 leaves the log of the losses, and the whole weights."""
         own = self.folder / f"rank-{world.rank}-of-{world.size}"
         own.mkdir(parents=True)
-        task: Any = slack_tasks.make(self.name, own, self.folder.parent / "text.txt")[0]
-        if self.name == "replaced":  # it is sure of itself: what is drawn is the same on any rank
-            generator = task.model.generator.generator_lm_head.bias
-            with torch.no_grad():
-                generator[7] = 100.0
-            generator.requires_grad_(False)
+        task: Any = two_models(self.name) if self.name in TWO_MODELS else self._task(own)
         phase = Phase(STEPS, 10_000, max_examples=4, max_length=24)
         options = LoopOptions((phase,), self.parts, save_every=0, log_every=1)
         wrapped = wrap(task.model, world, self.wrapping, bf16=False)
@@ -58,6 +54,9 @@ class Run(NamedTuple):
         whole = get_model_state_dict(loop.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if world.is_main:
             torch.save(whole, self.folder / "weights.pt")
+
+    def _task(self, own: Path) -> Any:
+        return slack_tasks.make(self.name, own, self.folder.parent / "text.txt")[0]
 
 
 def runs_in(folder: Path, tasks: dict[str, tuple[int, ...]], wrapping: str) -> list[Run]:
