@@ -10,6 +10,7 @@ from batches import make_batch
 from family_configs import make_config
 from full import left_to_full
 from hf import FAMILIES, families_axis, is_alike
+from kinds import of_every_kind
 from seeds import manual_seed
 
 import fastbert
@@ -109,6 +110,7 @@ def is_relative(model) -> bool:
     return model.config.distances is not None and bool(model.config.distances.relatives)
 
 
+@of_every_kind()
 @pytest.mark.parametrize(
     ("model_type", "pattern"),
     (*((family, "all") for family in FAMILIES), ("bert", "none"), ("bert", "left"), ("roberta", "holes")),
@@ -135,6 +137,7 @@ def test_a_static_batch_gives_the_same_outputs(model_type, pattern):
         assert torch.equal(found, model.encode(static.inputs()).packed[: inputs.batch.total_tokens])
 
 
+@of_every_kind()
 @left_to_full(is_alike)
 @families_axis
 def test_padded_and_packed_calls(captures, model_type):
