@@ -8,9 +8,8 @@ import pytest
 import torch
 from batches import make_batch
 from family_configs import make_config
-from full import left_to_full
-from hf import FAMILIES, families_axis, is_alike
-from kinds import of_every_kind
+from hf import FAMILIES, families_axis
+from kinds import of_every_kind, of_few_kinds
 from seeds import manual_seed
 
 import fastbert
@@ -137,8 +136,7 @@ def test_a_static_batch_gives_the_same_outputs(model_type, pattern):
         assert torch.equal(found, model.encode(static.inputs()).packed[: inputs.batch.total_tokens])
 
 
-@of_every_kind()
-@left_to_full(is_alike)
+@of_few_kinds()
 @families_axis
 def test_padded_and_packed_calls(captures, model_type):
     model = make_model(model_type)
