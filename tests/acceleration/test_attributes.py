@@ -25,7 +25,6 @@ from torch import nn
 import fastbert
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
-
 # What transformers raises where a value cannot be.
 CANNOT_BE = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
