@@ -120,7 +120,7 @@ def test_shipped_sentences_have_the_same_vectors(shipped):
 
 
 def test_odd_texts(encoder, theirs):
-    ours, their = encoder.encode(ODD_TEXTS), theirs.encode(ODD_TEXTS)
+    ours, their = encoder.encode(ODD_TEXTS), theirs.encode(ODD_TEXTS, batch_size=4)  # fewer are padded to the longest
     assert cosines(ours, their).min() >= 0.99999
     assert np.abs(np.linalg.norm(ours, axis=1) - 1).max() < 1e-5
     assert encoder.tokenize(["", "word " * 5000]).lengths.tolist() == [2, 256]
