@@ -76,7 +76,7 @@ def sts_vectors(encoder, theirs, sts):
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(6, id="every sixth"), pytest.param(1, id="all", marks=pytest.mark.full)]
+    scope="module", params=[pytest.param(10, id="every tenth"), pytest.param(1, id="all", marks=pytest.mark.full)]
 )
 def shipped(request, encoder, theirs) -> tuple[list[str], np.ndarray, np.ndarray]:
     """Sentences that stand in the repository, their vectors, and sentence-transformers'."""

@@ -25,12 +25,12 @@ from hf import families_axis, make_hf, make_oracle
 from kinds import of_every_kind
 
 CASES = {
-    fuzz_files.FUZZER: 30,
+    fuzz_files.FUZZER: 10,
     fuzz_configs.FUZZER: 3,
-    fuzz_models.FUZZER: 6,
-    fuzz_ops.FUZZER: 40,
-    fuzz_optimizer.FUZZER: 15,
-    fuzz_isas.FUZZER: 3,
+    fuzz_models.FUZZER: 3,
+    fuzz_ops.FUZZER: 12,
+    fuzz_optimizer.FUZZER: 10,
+    fuzz_isas.FUZZER: 1,
 }
 
 

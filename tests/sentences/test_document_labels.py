@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from full import left_to_full
 from literal_windows import counted, windows_of
 from seeds import numpy_generator
 
@@ -79,6 +80,7 @@ def literal(parts, kind: str, one, windows: dict[str, int]) -> dict[tuple[str, s
 
 
 @pytest.mark.parametrize("count", (20, pytest.param(200, marks=pytest.mark.full)))
+@left_to_full(lambda p: p["kind"] == "relevance")  # in test_scores_of_documents
 @pytest.mark.parametrize("kind", KINDS)
 def test_labels_of_documents_are_those_of_a_loop(folders, kind, count):
     inputs = [*texts_of(count - count // 4), *pairs_of(count // 4)]
