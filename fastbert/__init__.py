@@ -138,7 +138,9 @@ if not TYPE_CHECKING:  # or any name would do for a type checker
             globals().update({sibling: getattr(home, sibling) for sibling in _MODULES[_HOME[name]]})
             return globals()[name]
         if not name.startswith("_") and name in _public_names():
-            return getattr(_imported("fastbert.models.classes"), name)
+            classes = _imported("fastbert.models.classes")
+            globals().update({each: getattr(classes, each) for each in classes.__all__})
+            return globals()[name]
         raise AttributeError(f"module 'fastbert' has no attribute {name!r}")
 
 

@@ -14,7 +14,8 @@ import torch
 from batches import make_batch
 from family_configs import config_for
 from full import halved, left_to_full
-from hf import FAMILIES, MODELS, families_axis, is_alike, is_left_out, make_hf, make_oracle, random_like
+from hf import FAMILIES, MODELS, families_axis, is_left_out, make_hf, make_oracle, random_like
+from kinds import of_every_kind, of_few_kinds
 from seeds import manual_seed
 from theirs import by_choice, mend
 from torch import nn
@@ -120,8 +121,8 @@ def check(config, head: str, batch, dtype, **options):
     assert_close_to_reference(all_grads.to(dtype), oracle, near.to(dtype), GRADIENT_FACTOR, "gradients")
 
 
-# Every second head and mask of a family, in a dtype in turn: what a dtype changes, it changes for all of them.
-@left_to_full(lambda p: is_left_out(p, 2 * DTYPES.index(p["dtype"]), of=4))
+# Every fourth head of a family, in a dtype in turn: what a dtype changes, it changes for all of them.
+@left_to_full(lambda p: is_left_out(p, 4 * DTYPES.index(p["dtype"]), of=8))
 @dtype_axis
 @pytest.mark.parametrize(("model_type", "head"), MODELS, ids=[f"{m}-{h}" for m, h in MODELS])
 def test_every_head(model_type, head, dtype, packed_layers, no_fallback):
@@ -133,8 +134,9 @@ def test_every_head(model_type, head, dtype, packed_layers, no_fallback):
     assert len(packed_layers) == config.num_hidden_layers
 
 
+@of_every_kind()
 @left_to_full(
-    lambda p: (FAMILIES.index(p["model_type"]) + MASKS.index(p["pattern"])) % 8 != 4 * DTYPES.index(p["dtype"])
+    lambda p: (FAMILIES.index(p["model_type"]) + MASKS.index(p["pattern"])) % 12 != 6 * DTYPES.index(p["dtype"])
 )
 @dtype_axis
 @pytest.mark.parametrize("pattern", MASKS)
@@ -145,7 +147,7 @@ def test_every_mask(model_type, pattern, dtype, packed_layers, no_fallback):
     assert packed_layers
 
 
-@left_to_full(is_alike)
+@of_few_kinds()
 @families_axis
 def test_attentions(model_type, packed_layers, no_fallback):
     config = config_for(model_type, "TokenClassification", 3)
@@ -162,7 +164,7 @@ def test_attentions(model_type, packed_layers, no_fallback):
 
 @halved
 @pytest.mark.parametrize("options", ({}, {"output_hidden_states": True, "output_attentions": True}))
-@left_to_full(is_alike)
+@of_few_kinds()
 @families_axis
 def test_tuples_and_config_defaults(model_type, options, no_fallback):
     config = config_for(model_type, "Model", 3)
@@ -207,7 +209,7 @@ def test_dropout_is_the_configs(no_fallback):
     assert not torch.equal(model(ids)[0], model(ids)[0]) and torch.equal(model.eval()(ids)[0], model(ids)[0])
 
 
-@left_to_full(is_alike)
+@of_few_kinds()
 @families_axis
 def test_autocast(model_type, no_fallback):
     config = config_for(model_type, "SequenceClassification", 0)

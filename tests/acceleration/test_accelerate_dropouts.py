@@ -6,7 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 from family_configs import make_config
-from hf import families_axis, make_hf
+from full import left_to_full
+from hf import families_axis, is_alike, make_hf
+from kinds import of_every_kind
 from seeds import torch_generator
 from test_accelerate import assert_as_transformers, no_fallback, one_thread  # noqa: F401
 from torch import nn
@@ -49,6 +51,8 @@ def set_dropout(model: nn.Module, path: str, p: float) -> None:
     setattr(owner, name, p)
 
 
+@of_every_kind()
+@left_to_full(is_alike)
 @families_axis
 def test_every_dropout_is_that_of_now(model_type, no_fallback):
     """Set to 0 after `accelerate`, before it, or one of them to another value: as transformers goes by them."""
@@ -86,6 +90,8 @@ def test_dropouts_that_are_left_to_transformers():
         model.train()(IDS)
 
 
+@of_every_kind()
+@left_to_full(is_alike)
 @families_axis
 def test_every_dropout_drops(model_type, no_fallback):
     """Each field alone changes what training computes, and nothing of inference."""

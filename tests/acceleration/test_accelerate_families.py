@@ -15,7 +15,8 @@ import torch
 from batches import make_batch
 from family_configs import config_for, make_config
 from full import halved, left_to_full
-from hf import FAMILIES, families_axis, is_alike, make_hf, make_oracle
+from hf import FAMILIES, families_axis, make_hf, make_oracle
+from kinds import of_every_kind, of_few_kinds
 from seeds import torch_generator
 from test_accelerate import assert_as_transformers, dtype_axis, no_fallback, one_thread, run  # noqa: F401
 from test_accelerate_integrations import fine_tune
@@ -45,9 +46,10 @@ def assert_falls_back(model, reason: str, **inputs) -> None:
     assert torch.equal(actual[0], expected[0])
 
 
-# Each family has two masks, one in each dtype.
+# Each family has one mask, in one dtype or the other.
+@of_every_kind()
 @left_to_full(
-    lambda p: (FAMILIES.index(p["model_type"]) + MASKS.index(p["pattern"])) % 6 != 3 * DTYPES.index(p["dtype"])
+    lambda p: (FAMILIES.index(p["model_type"]) + 2 + MASKS.index(p["pattern"])) % 12 != 6 * DTYPES.index(p["dtype"])
 )
 @dtype_axis
 @pytest.mark.parametrize("pattern", MASKS)
@@ -122,7 +124,7 @@ def test_layers_that_are_moved_take_their_form_along():
     assert_as_transformers(model, input_ids=IDS)
 
 
-@left_to_full(is_alike)
+@of_few_kinds()
 @families_axis
 def test_a_config_that_counts_fewer_layers(model_type):
     """Some families' forwards count by it, others run the layers that are there."""
@@ -149,7 +151,7 @@ def test_the_state_before_the_final_norm():
     assert_falls_back(model, "as it is before the final norm", input_ids=IDS, output_hidden_states=True)
 
 
-@left_to_full(is_alike)
+@of_few_kinds()
 @families_axis
 def test_hooks(model_type):
     config, model = make_config(model_type), accelerated(model_type)
@@ -209,6 +211,7 @@ def test_compile(no_fallback):
         assert_close_to_reference(actual, oracle, near)
 
 
+@pytest.mark.full  # test_accelerate_integrations has their Trainer, and test_every_head this family's gradients
 def test_trainer(tmp_path, packed_layers, no_fallback):
     model = make_hf(config_for("modernbert", "SequenceClassification", num_labels=2), "SequenceClassification")
     plain, exact = copy.deepcopy(model), make_oracle(model)

@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 from family_configs import config_for, make_config
-from full import left_to_full
-from hf import FAMILIES, families_axis, is_alike, make_hf, make_oracle
+from hf import FAMILIES, families_axis, make_hf, make_oracle
+from kinds import of_few_kinds
 from seeds import torch_generator
 from test_accelerate import IDS, no_fallback, one_thread, small  # noqa: F401
 
@@ -39,7 +39,7 @@ def one_by_one(model, rows, labels):
     return logits, torch.nn.functional.cross_entropy(logits[0], labels[0])
 
 
-@left_to_full(is_alike)
+@of_few_kinds()
 @families_axis
 def test_sequences_in_one_row(model_type, packed_layers, no_fallback):
     plain = make_hf(config_for(model_type, "TokenClassification"), "TokenClassification").eval()
@@ -71,7 +71,7 @@ def test_the_base_models_output(no_fallback):
         model(**batch | {"cu_seq_lens_q": torch.tensor([0, 17]), "cu_seq_lens_k": torch.tensor([0, 17])})
 
 
-@left_to_full(is_alike)
+@of_few_kinds()
 @pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "roformer"])  # which takes no positions
 def test_positions_that_start_again_are_sequences_where_transformers_has_it_so(model_type, packed_layers, no_fallback):
     """Its flash attention goes by them; the others let all tokens of a row see each other."""

@@ -8,8 +8,8 @@ import pytest
 import torch
 from batches import make_batch
 from family_configs import make_config
-from full import left_to_full
-from hf import FAMILIES, families_axis, is_alike
+from hf import FAMILIES, families_axis
+from kinds import of_every_kind, of_few_kinds
 from seeds import manual_seed
 
 import fastbert
@@ -109,6 +109,7 @@ def is_relative(model) -> bool:
     return model.config.distances is not None and bool(model.config.distances.relatives)
 
 
+@of_every_kind()
 @pytest.mark.parametrize(
     ("model_type", "pattern"),
     (*((family, "all") for family in FAMILIES), ("bert", "none"), ("bert", "left"), ("roberta", "holes")),
@@ -135,7 +136,7 @@ def test_a_static_batch_gives_the_same_outputs(model_type, pattern):
         assert torch.equal(found, model.encode(static.inputs()).packed[: inputs.batch.total_tokens])
 
 
-@left_to_full(is_alike)
+@of_few_kinds()
 @families_axis
 def test_padded_and_packed_calls(captures, model_type):
     model = make_model(model_type)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from family_configs import config_for
-from full import left_to_full
+from full import halved, left_to_full
 from hf import make_hf, make_ours
 from test_accelerate import IDS, MASK, small
 from torch import distributed as dist
@@ -123,8 +123,8 @@ WRAPPERS: dict[str, Callable] = {
     "Accelerate, twice": lambda model: prepared(prepared(model)),
     "Accelerate's hooks": hooked,
     "PEFT": lora,
-    "Lightning": lightning_module,
     "torch.compile": lambda model: torch.compile(model, backend="eager"),
+    "Lightning": lightning_module,
     "compile in place": compiled_in_place,
     "functional_call": by_functional_call,
     "deepcopy": copy.deepcopy,
@@ -158,6 +158,7 @@ def is_slow(p: dict) -> bool:
     return is_compiled_elsewhere or p["name"] == "Lightning"
 
 
+@halved
 @left_to_full(is_slow)
 @pytest.mark.parametrize("head", ("Model", HEAD))
 @pytest.mark.parametrize("kind", ("accelerated", "own"))
@@ -190,6 +191,7 @@ ACCELERATE = {"Accelerate, bf16", "Accelerate, bf16, unwrapped", "Accelerate, tw
 REPLACED = {"own forward", "Accelerate's hooks", *ACCELERATE}
 
 
+@halved
 @left_to_full(is_slow)
 @pytest.mark.parametrize("head", ("Model", HEAD, "TokenClassification"))
 @pytest.mark.parametrize("name", [name for name in WRAPPERS if name != "functional_call"])

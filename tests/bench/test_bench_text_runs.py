@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import queue
+import threading
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from fastbert.bench import compete as competition
 from fastbert.bench import runtimes
 from fastbert.bench.compete import compete
 from fastbert.bench.jobs import BenchJob
+from fastbert.bench.texts import worker
 from fastbert.bench.texts.contestants import CONTESTANTS
+from fastbert.bench.texts.run import WORKER
 from fastbert.cli import main
 from fastbert.testing.cases import MODELS
 
@@ -87,10 +94,63 @@ def test_calibration_is_by_given_texts(tmp_path):
     assert first["attention_mask"].sum(1).tolist() == [3, 2, 4, 3] and second["input_ids"].tolist() == [texts[4]]
 
 
+class InThread(threading.Thread):
+    """Does a ContestantProcess's work without a process, whose imports take longer than all that `tiny` does there."""
+
+    def __init__(self, task: dict[str, Any], module: str):
+        super().__init__(daemon=True)
+        assert module == WORKER
+        self.task, self.told, self.answers = task, queue.SimpleQueue(), queue.SimpleQueue()
+        self.start()
+
+    def __iter__(self):
+        """Lines, as a process has them on stdin."""
+        return iter(self.told.get, None)
+
+    def run(self) -> None:
+        try:
+            worker.work(self.task, lambda content: self.answers.put(json.dumps(content)))
+        finally:
+            self.answers.put("null")
+
+    def answer(self) -> dict[str, Any]:
+        found = json.loads(self.answers.get())
+        assert found is not None, "its work has ended"
+        return found
+
+    def tell(self, what: str) -> None:
+        self.told.put(f"{what}\n")
+
+    def close(self) -> None:
+        self.told.put(None)
+        self.join()
+
+
+class StdinOfThreads:
+    def __iter__(self):
+        return iter(threading.current_thread())
+
+
+@pytest.fixture
+def without_processes(monkeypatch):
+    monkeypatch.setattr(competition, "ContestantProcess", InThread)
+    monkeypatch.setattr(worker, "sys", SimpleNamespace(stdin=StdinOfThreads()))
+
+
 TINY = ["--model", "tiny", "--contestants", "fastbert", "--rounds", "1", "--threads", "1"]
 
 
-def test_a_run_of_latencies(tmp_path, capsys):
+def test_a_worker_in_a_process_of_its_own(tmp_path):
+    task = {"action": "bound", "folder": str(tmp_path), "threads": 1, "precision": "float32", "weights": 10**5}
+    process = competition.ContestantProcess(task, WORKER)
+    try:
+        assert process.answer() == {} and process.ask("bytes")["read_seconds"] > 0
+        assert all(rate > 0 for rate in process.ask("products")["gflops"])
+    finally:
+        process.close()
+
+
+def test_a_run_of_latencies(tmp_path, capsys, without_processes):
     assert main(["bench", "--latency", "--lengths", "16,8", "--dtypes", "int8", *TINY, "--output", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "latency.json").read_text(encoding="utf-8"))
     assert found["model"] == "tiny" and (found["machine"]["threads"], found["processes"]) == (1, 1)
@@ -108,7 +168,7 @@ def test_a_run_of_latencies(tmp_path, capsys):
     assert (tmp_path / "latency.md").read_text(encoding="utf-8") == capsys.readouterr().out
 
 
-def test_a_run_over_a_corpus(tmp_path, capsys):
+def test_a_run_over_a_corpus(tmp_path, capsys, without_processes):
     rows = ["text,label", *(f"{'word ' * n}end,{n}" for n in (5, 0, 9, 2))]
     (tmp_path / "corpus.csv").write_text("\n".join(rows), encoding="utf-8")
     options = ["--dtypes", "float32", *TINY, "--output", str(tmp_path), "--texts", "3"]

@@ -14,6 +14,7 @@ from batches import make_batch
 from family_configs import config_for, make_config
 from full import halved, left_to_full
 from hf import families_axis, hf_class, is_left_out, make_hf, models_axis
+from kinds import of_every_kind
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -79,12 +80,12 @@ def file_keys(folder) -> set[str]:
 
 
 def is_taken_by_others(p) -> bool:
-    """Untied tables are the base models' and those of heads that could be tied, every second time, as tied ones are;
-    other heads come every fourth time.
+    """Untied tables are the base models' and those of heads that could be tied, every third time, as tied ones are: so
+    each family comes. Other heads come every eighth time.
     """
     if (p["model_type"], p["head"]) in TIED or p["head"] == "Model":
-        return is_left_out(p, p["index"] // 2)
-    return p["index"] == 2 or is_left_out(p, of=4)
+        return is_left_out(p, p["index"] // 2, of=3)
+    return p["index"] == 2 or is_left_out(p, of=8)
 
 
 @left_to_full(is_taken_by_others)
@@ -122,7 +123,7 @@ def test_without_pooler(model_type, tmp_path):
     assert out.pooler_output is None and torch.equal(out.last_hidden_state, whole.last_hidden_state)
 
 
-@left_to_full(lambda p: is_left_out(p, of=4))  # what is fresh is drawn by the same function in all heads
+@left_to_full(lambda p: is_left_out(p, of=8))  # what is fresh is drawn by the same function in all heads
 @models_axis
 def test_fresh_weights_are_saved_for_transformers(model_type, head, tmp_path):
     """A model that fastbert initialised: every parameter is set, and transformers reads it whole."""
@@ -142,6 +143,7 @@ def test_sharded_safetensors(family, tmp_path):
     assert_same_state(AutoModelForMaskedLM.from_pretrained(tmp_path), theirs)
 
 
+@of_every_kind()
 @halved
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 @tied_axis
@@ -182,6 +184,7 @@ def test_old_names(tmp_path):
         assert_same_state(AutoModelForMaskedLM.from_pretrained(folder), theirs)
 
 
+@of_every_kind()
 @families_axis
 def test_base_checkpoint_into_a_head_and_back(model_type, tmp_path):
     """The base model's prefix is added and taken away; what is missing or not used is named in a warning."""
@@ -212,6 +215,7 @@ def test_base_checkpoint_into_a_head_and_back(model_type, tmp_path):
     assert not pooled or not encoder.missing_keys
 
 
+@of_every_kind()
 @left_to_full(is_left_out)
 @tied_axis
 def test_tied_weights_under_one_name(model_type, head, tmp_path):
@@ -238,6 +242,7 @@ def test_tied_weights_under_one_name(model_type, head, tmp_path):
     assert_tied(ours)
 
 
+@of_every_kind()
 @left_to_full(is_left_out)
 @tied_axis
 def test_two_tensors_where_the_config_ties(model_type, head, tmp_path):

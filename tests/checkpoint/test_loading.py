@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 import warm
+from kinds import ONE_OF_EACH
 from safetensors.torch import load_file, save_file
 
 from fastbert import AutoModel
@@ -54,13 +55,20 @@ PROGRAM = """
     for source in ENCODERS:
         encoder = step(f"loading {source}", fastbert.SentenceEncoder.from_pretrained(source, device="cpu"))
         step(f"encoding by {source}", encoder.encode(["a cat sat on a mat", "the dog"]))
-    main(["info", FOLDERS["bert"]])
+    main(["info", folder])
     step("fastbert info")
 """
 
 
-def test_loading_and_running_a_model_imports_no_compiler(tmp_path):
-    folders = {family: str(tiny.write_model(tmp_path / family, model_type=family)) for family in FAMILIES}
+@pytest.mark.parametrize(
+    "families",
+    (
+        pytest.param(sorted(ONE_OF_EACH), id="of each kind"),
+        pytest.param(sorted({"bert", *FAMILIES} - ONE_OF_EACH), id="others", marks=pytest.mark.full),
+    ),
+)
+def test_loading_and_running_a_model_imports_no_compiler(tmp_path, families):
+    folders = {family: str(tiny.write_model(tmp_path / family, model_type=family)) for family in families}
     dense = tiny.write_model(tmp_path / "dense")
     tiny.write_modules(dense, "Pooling", "Dense")
     tiny.write_json(dense / "1_Pooling/config.json", {"word_embedding_dimension": 32})
@@ -68,7 +76,7 @@ def test_loading_and_running_a_model_imports_no_compiler(tmp_path):
     save_file(
         {"linear.weight": torch.zeros(12, 32), "linear.bias": torch.zeros(12)}, dense / "2_Dense/model.safetensors"
     )
-    given = f"FOLDERS, ENCODERS = {folders!r}, {[folders['roberta'], str(dense)]!r}"
+    given = f"FOLDERS, ENCODERS = {folders!r}, {[folders[families[-1]], str(dense)]!r}"
     done = warm.run([sys.executable, "-c", f"{given}\n{textwrap.dedent(PROGRAM)}"])
     assert done.returncode == 0, done.stderr[-3000:]
 

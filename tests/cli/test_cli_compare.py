@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 from command_line import fails, run_here
+from full import left_to_full
 from hf import make_hf
 from scipy.stats import spearmanr
 from torch.utils.flop_counter import FlopCounterMode
@@ -138,6 +139,7 @@ def test_speed_on_texts_of_ones_own(tmp_path):
     assert "holds no texts" in fails("compare", folder, "--texts", texts)
 
 
+@left_to_full(lambda p: p["name"] in ("distilbert-base", "electra-base"))  # BERT's layers
 @pytest.mark.parametrize(
     "name", ("bert-base", "distilbert-base", "albert-base", "electra-base", "modernbert-base", "deberta-v3-base")
 )

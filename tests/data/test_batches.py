@@ -8,6 +8,7 @@ from itertools import chain, islice, product
 import numpy as np
 import pytest
 import torch
+from full import left_to_full, thinned
 from seeds import numpy_generator, shifted
 from tokenizers import Tokenizer, models
 
@@ -95,6 +96,7 @@ def test_a_run_goes_on_where_it_stopped():
     assert list(rest) == whole[8:] and len(rest) == len(whole) - 8
 
 
+@thinned(4)
 @pytest.mark.filterwarnings("ignore:.* steps have fewer examples")
 @pytest.mark.parametrize("group", [False, True])
 @pytest.mark.parametrize("tokens,max_examples", [(512, None), (600, 1), (2048, 7), (10**6, None), (10**6, 64)])
@@ -121,6 +123,7 @@ def test_what_is_in_a_step_does_not_depend_on_ranks_and_parts(count, tokens, max
                     assert set(filled) == {parts}
 
 
+@left_to_full(lambda p: p["group"])  # the order is made before there are workers
 @pytest.mark.parametrize("group", [False, True])
 def test_workers_change_nothing(group):
     """Ids, masks and labels are the same bits with 0, 1 and 2 workers, and after a restart in the middle."""

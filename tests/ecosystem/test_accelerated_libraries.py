@@ -119,6 +119,7 @@ def test_lightning():
     assert_all_packed(model, 4)
 
 
+@pytest.mark.full  # test_own_inference.py has it with our own class
 def test_bertviz():
     library = pytest.importorskip("bertviz")
     inputs = tokenizer()(TEXTS[1], return_tensors="pt")

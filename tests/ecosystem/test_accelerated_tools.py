@@ -126,6 +126,7 @@ def test_a_reranker_on_deberta(tmp_path):
     assert_close_to_reference(actual, oracle.double(), near, GRADIENT_FACTOR)
 
 
+@pytest.mark.full  # the model in it is called as in test_sentence_transformer
 def test_sparse_encoder():
     """SPLADE over a masked-LM head."""
     pytest.importorskip("sentence_transformers")

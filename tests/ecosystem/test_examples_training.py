@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from full import left_to_full
 
 import fastbert
 from fastbert.training.finetuning import make_task
@@ -32,6 +33,7 @@ SAYS = {
 }
 
 
+@left_to_full(lambda p: p["name"] == "sentence_transformers_trainer")  # test_own_sentences.py has their trainer
 @pytest.mark.parametrize("name", STEPS)
 def test_example(name, tmp_path, monkeypatch, capsys):
     for library in ("datasets", "transformers", "accelerate", "lightning", "sentence_transformers"):

@@ -151,7 +151,7 @@ SHAPES = {"input_ids": {0: BATCH, 1: SEQLEN}, "attention_mask": {0: BATCH, 1: SE
 
 def exported(head: str, how: str, folder):
     """What a graph of one padded batch gives for another; what transformers gives in float64, and in float32."""
-    config = config_for("bert", head)
+    config = config_for("bert", head, num_hidden_layers=2)
     theirs = make_hf(config, head).eval()
     model = make_ours(config, head, theirs).eval()
     inputs = {"input_ids": IDS, "attention_mask": MASK}

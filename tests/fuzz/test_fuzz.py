@@ -22,14 +22,15 @@ from family_configs import make_config
 from fuzz_damage import ODD_VALUES, mutate
 from fuzz_driver import run_round
 from hf import families_axis, make_hf, make_oracle
+from kinds import of_every_kind
 
 CASES = {
-    fuzz_files.FUZZER: 30,
+    fuzz_files.FUZZER: 10,
     fuzz_configs.FUZZER: 3,
-    fuzz_models.FUZZER: 6,
-    fuzz_ops.FUZZER: 40,
-    fuzz_optimizer.FUZZER: 15,
-    fuzz_isas.FUZZER: 3,
+    fuzz_models.FUZZER: 3,
+    fuzz_ops.FUZZER: 12,
+    fuzz_optimizer.FUZZER: 10,
+    fuzz_isas.FUZZER: 1,
 }
 
 
@@ -96,6 +97,7 @@ def test_damage_leaves_the_table_of_odd_values_as_it_is():
     assert repr(ODD_VALUES) == before
 
 
+@of_every_kind()
 @families_axis
 def test_terms_of_keys_biases_are_there_for_every_family(model_type):
     """Of six families, whose attention is no function of transformers', there were none: the rule held by luck."""

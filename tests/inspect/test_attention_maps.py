@@ -8,6 +8,7 @@ from batches import make_batch
 from family_configs import config_for, make_config
 from full import left_to_full
 from hf import families_axis, is_alike, make_trio
+from kinds import of_every_kind, of_few_kinds
 from seeds import torch_generator
 
 import fastbert
@@ -20,6 +21,7 @@ def packed(batch) -> fastbert.PackedInputs:
     return fastbert.pack_inputs(**{name: value for name, value in batch.inputs.items() if name != "position_ids"})
 
 
+@of_every_kind()
 @left_to_full(is_alike)
 @families_axis
 def test_probabilities_are_transformers(model_type):
@@ -37,7 +39,7 @@ def test_probabilities_are_transformers(model_type):
             assert_close_to_reference(of_text[place], oracle, near, OUTPUT_FACTOR)
 
 
-@left_to_full(is_alike)
+@of_few_kinds()
 @families_axis
 def test_a_token_that_sees_itself_alone_gets_its_value(model_type):
     """Then a head's part of the attention output is the value's, which transformers' own projection is given."""
@@ -100,7 +102,7 @@ def test_weighted_attention_is_the_papers():
     assert_close_to_reference(inspect.weighted_attention(model, batch)[0], oracle, near, GRADIENT_FACTOR)
 
 
-@left_to_full(is_alike)
+@of_few_kinds()
 @families_axis
 def test_causal_attention_sees_nothing_behind(model_type):
     """What stands at a token is what it would be if the text ended there."""

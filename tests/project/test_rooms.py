@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from pathlib import Path
@@ -74,6 +75,7 @@ class Import(NamedTuple):
     for_types: bool  # under TYPE_CHECKING
 
 
+@functools.cache
 def imports_of(path: Path) -> list[Import]:
     found = []
 

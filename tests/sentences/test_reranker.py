@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from full import halved
 from precise import assert_as_theirs, assert_close_to_theirs, in_float64
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -46,6 +47,7 @@ def compare(folder: Path, **predict_options) -> fastbert.Reranker:
     return ours
 
 
+@halved
 @pytest.mark.parametrize("model_type", ["bert", "roberta", "distilbert", "electra"])
 @pytest.mark.parametrize("num_labels", [1, 3])
 def test_scores_are_cross_encoders(tmp_path, model_type, num_labels):

@@ -163,13 +163,14 @@ def test_a_prompt_that_is_not_pooled(tmp_path, modes):
     assert not np.allclose(ours.encode(TEXTS, prompt="who ran? "), ours.encode(TEXTS))
 
 
-def test_a_pool_gives_the_same_bits(ours, monkeypatch, one_thread):
+@pytest.mark.parametrize("processes", (1, pytest.param(2, marks=pytest.mark.full)))  # each imports all that there is
+def test_a_pool_gives_the_same_bits(ours, processes, one_thread):
     """Workers get chunks in the order of the texts: the same batches, so the same bits. With as many threads on both
     sides: a folder's Dense is a product of torch's, whose last bits go by their number.
     """
     texts = [text or "in" for text in TEXTS] * 3
     alone = np.concatenate([ours.encode(texts[i : i + 5], prompt="a ") for i in range(0, 15, 5)])
-    with ours.start_multi_process_pool(["cpu", "cpu"]) as pool:
+    with ours.start_multi_process_pool(processes * ["cpu"]) as pool:
         assert np.array_equal(ours.encode(texts, pool=pool, chunk_size=5, prompt="a "), alone)
         assert ours.encode([], pool=pool).shape == (0, 24)
         with pytest.raises(InputError, match="chunk_size is 0"):

@@ -74,7 +74,7 @@ def tags_of(parts, words: list[str]) -> dict[str, list[tuple[int, float]]]:
     return {name: [(int(row.argmax()), float(row.max())) for row in rows] for name, rows in found.items()}
 
 
-@pytest.mark.parametrize("count", (40, pytest.param(200, marks=pytest.mark.full)))
+@pytest.mark.parametrize("count", (20, pytest.param(200, marks=pytest.mark.full)))
 def test_entities_of_documents_are_those_of_a_loop(folders, count):
     texts, theirs = documents(count), of_transformers(folders["tokens"], "AutoModelForTokenClassification")
     classifier = fastbert.TokenClassifier(folders["tokens"], device="cpu", dtype="float64")
@@ -139,7 +139,7 @@ def answers_of(parts, pair: tuple[str, str]) -> dict[tuple[str, bool], tuple[flo
     return found
 
 
-@pytest.mark.parametrize("count", (40, pytest.param(200, marks=pytest.mark.full)))
+@pytest.mark.parametrize("count", (20, pytest.param(200, marks=pytest.mark.full)))
 def test_answers_of_documents_are_those_of_a_loop(folders, count):
     pairs, theirs = questions(count), of_transformers(folders["qa"], "AutoModelForQuestionAnswering")
     expected = [answers_of(theirs, pair) for pair in pairs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,3 +56,21 @@ def set_value(model: nn.Module, path: str, name: str, value: Any) -> None:
         module._buffers[name].copy_(value)
     else:
         module.__dict__[name] = value
+
+
+@contextmanager
+def changed(model: nn.Module, path: str, name: str, value: Any) -> Iterator[None]:
+    """Set, and then again what it was: a copy of a model, with its config, takes longer than a call of a small one.
+    Tensors, too, get back what they held: with a max_norm, a call writes to its table.
+    """
+    kept = [(t.detach(), t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
+    attributes = vars(model.get_submodule(path))
+    before = attributes.get(name)
+    set_value(model, path, name, value)
+    try:
+        yield
+    finally:
+        if name in attributes:
+            attributes[name] = before
+        for tensor, old in kept:
+            tensor.copy_(old)

@@ -19,6 +19,7 @@ _modules = 0
 def install() -> None:
     """What a run of training freezes stays so: gc.unfreeze() would take all that was frozen before, too."""
     gc.unfreeze = lambda: None
+    gc.get_freeze_count = lambda: 1  # it would count them: 0.2 s, and each command asks whether there are any
     gc.set_threshold(*THRESHOLDS)
 
 

@@ -1,6 +1,7 @@
 """One family of each kind of layer: families are data, so what one shows of a layer holds for all that have it.
 
-`make test` asks these where a test goes over families, and `make test-full` all of them (`of_every_kind`).
+`make test` asks these where a test goes over families, and `make test-full` all of them (`of_every_kind`). What goes by
+little of a layer is asked of a few that have nothing in common (`of_few_kinds`).
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ def _first_of_each() -> frozenset[str]:
 ONE_OF_EACH = _first_of_each()
 
 
+# Layers that share weights; the plain one; relative positions; turned ones, a norm first; windows, and no biases.
+FEW = ("albert", "bert", "deberta-v2", "esm", "modernbert")
+
+
 def of_every_kind(name: str = "model_type") -> pytest.MarkDecorator:
     """A mark: families whose kind of layer another one shows are left to `make test-full`. name: of the parameter."""
 
@@ -51,3 +56,8 @@ def of_every_kind(name: str = "model_type") -> pytest.MarkDecorator:
         return given[name] not in ONE_OF_EACH
 
     return left_to_full(is_shown_by_another)
+
+
+def of_few_kinds(name: str = "model_type") -> pytest.MarkDecorator:
+    """A mark: all families but those that have nothing in common are left to `make test-full`."""
+    return left_to_full(lambda given: given[name] not in FEW)
