@@ -138,7 +138,7 @@ if not TYPE_CHECKING:  # or any name would do for a type checker
             globals().update({sibling: getattr(home, sibling) for sibling in _MODULES[_HOME[name]]})
             return globals()[name]
         if not name.startswith("_") and name in _public_names():
-            return getattr(_imported("fastbert.models.classes"), name)
+            return globals().setdefault(name, getattr(_imported("fastbert.models.classes"), name))
         raise AttributeError(f"module 'fastbert' has no attribute {name!r}")
 
 
