@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from full import halved, left_to_full
-from hf import families_axis, is_alike
+from full import halved
+from hf import families_axis
+from kinds import of_every_kind
 from seeds import manual_seed
 
 import fastbert
@@ -25,7 +26,7 @@ def make(model_type: str, head: str):
 
 
 @halved
-@left_to_full(is_alike)
+@of_every_kind()
 @families_axis
 @pytest.mark.parametrize("head", ("Model", "SequenceClassification", "MaskedLM"))
 def test_gradients_of_gradients(model_type, head):
