@@ -10,7 +10,7 @@ import torch
 from batches import make_batch
 from counted_ops import Ops
 from family_configs import NUM_CONFIGS, has_rotary, has_windows, make_config
-from full import halved, left_to_full
+from full import halved, left_to_full, thinned
 from hf import FAMILIES, families_axis, randomise
 from kinds import of_every_kind
 from precise import in_float64
@@ -80,8 +80,7 @@ def test_isolation(model_type, dtype):
     assert torch.equal(before[others], after[others]) and not torch.equal(before[2], after[2])
 
 
-@of_every_kind()
-@halved
+@thinned(6)  # the rows that a thread takes do not go by the family
 @has_kernels
 @dtype_axis
 @special_axis

@@ -184,6 +184,7 @@ def test_inputs_embeds_and_position_ids(model_type, dtype):
         assert_close_to_reference(*results, GRADIENT_FACTOR)
 
 
+@of_every_kind()
 @families_axis
 def test_own_embeddings_are_the_ids(model_type):
     """Word embeddings passed as inputs_embeds: the same bits as the ids, where the positions are the same."""

@@ -48,7 +48,7 @@ def test_outputs_loss_and_gradients(model_type, head, pattern, dtype):
     check(config, head, batch, make_labels(config, head, batch, seed=number), dtype)
 
 
-@halved
+@thinned(4)
 @dtype_axis
 @pytest.mark.parametrize("head", sorted(h for m, h in MODELS if m == "megatron-bert"))
 def test_the_baby_model(head, dtype):

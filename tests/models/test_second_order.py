@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from full import halved
-from hf import families_axis
+from full import halved, left_to_full
+from hf import families_axis, is_alike
 from kinds import of_every_kind
 from seeds import manual_seed
 
@@ -27,6 +27,7 @@ def make(model_type: str, head: str):
 
 @halved
 @of_every_kind()
+@left_to_full(is_alike)
 @families_axis
 @pytest.mark.parametrize("head", ("Model", "SequenceClassification", "MaskedLM"))
 def test_gradients_of_gradients(model_type, head):

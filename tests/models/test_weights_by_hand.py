@@ -8,8 +8,8 @@ import pytest
 import torch
 from batches import make_batch
 from family_configs import make_config
-from full import halved
-from hf import families_axis, make_hf, make_ours
+from full import halved, left_to_full
+from hf import families_axis, is_alike, make_hf, make_ours
 from kinds import of_every_kind
 from seeds import torch_generator
 from torch import nn
@@ -52,6 +52,7 @@ def outputs(model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[torch.Ten
 @halved
 @pytest.mark.parametrize("kind", KINDS)
 @of_every_kind()
+@left_to_full(is_alike)
 @families_axis
 def test_every_tensor_of_a_model_is_read_at_each_call(model_type, kind):
     model, inputs = make(model_type, kind)
