@@ -11,6 +11,7 @@ from batches import make_batch, make_labels
 from family_configs import config_for
 from full import halved, left_to_full
 from hf import MODELS, is_left_out, make_trio
+from kinds import of_every_kind_of_head
 from seeds import torch_generator
 from theirs import by_choice
 from torch import nn
@@ -75,6 +76,7 @@ LABELS = [
 
 
 # Containers are below the heads, but for the masked LM's own, which labels pass by.
+@of_every_kind_of_head()
 @left_to_full(lambda p: is_left_out(p, of=16) if p["head"] != "MaskedLM" else is_left_out(p, p["with_labels"]))
 @pytest.mark.parametrize(("model_type", "head", "with_labels"), LABELS)
 def test_a_hook_changes_what_it_changes_in_transformers(model_type, head, with_labels):
@@ -145,7 +147,7 @@ def test_what_hooks_see(model_type, mode):
     lambda p: p["backend"] == "triton" and p["mode"] is not torch.enable_grad
 )  # interpreted kernels know none
 @pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode, torch.enable_grad))
-@pytest.mark.parametrize("backend", ("auto", "torch", "triton"))
+@pytest.mark.parametrize("backend", ("auto", "torch", pytest.param("triton", marks=pytest.mark.simulated)))
 def test_every_kind_of_hook_runs(backend, mode, monkeypatch):
     if backend == "triton":
         monkeypatch.setenv("TRITON_INTERPRET", "1")

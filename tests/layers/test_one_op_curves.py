@@ -22,7 +22,10 @@ from fastbert.native.availability import triton_error
 from fastbert.packed_inputs import pack_inputs
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
-pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
+pytestmark = [
+    pytest.mark.simulated,
+    pytest.mark.skipif(triton_error() is not None, reason=str(triton_error())),
+]
 
 WORDS = 30
 SMALL = {"vocab_size": WORDS, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "num_labels": 3,

@@ -72,6 +72,7 @@ def formula(hidden: int, inner: int, heads: int, recomputes: bool) -> int:
     return 2 * (3 + 1 + 2 + 2) * hidden + 2 * inner + 2 * 8 + 8 * heads
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("recomputes", (False, True))
 def test_bytes_a_token_and_layer(recomputes):
     assert of_a_layer(recomputes) == formula(HIDDEN, INNER, HEADS, recomputes)
@@ -87,7 +88,7 @@ def step(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {"out": out.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
 
 
-@pytest.mark.parametrize("model_type", ("bert", "modernbert"))
+@pytest.mark.parametrize("model_type", ("bert", pytest.param("modernbert", marks=pytest.mark.simulated)))
 def test_a_model_that_recomputes_is_the_same(model_type):
     """By one op, which is seen in a profile; bit for bit."""
     models = [make(2, **({} if model_type == "bert" else WINDOWS)) for _ in range(2)]
@@ -101,6 +102,7 @@ def test_a_model_that_recomputes_is_the_same(model_type):
     assert sorted(calls) == ["fastbert::encoder_layers_bwd_triton", "fastbert::encoder_layers_fwd_triton"]
 
 
+@pytest.mark.simulated
 def test_where_it_is_refused_layers_are_checkpointed_one_by_one():
     model = make(2)
     for parameter in model.encoder.layer[0].parameters():

@@ -10,6 +10,7 @@ import torch
 from family_configs import config_for, make_config
 from full import halved, left_to_full
 from hf import make_hf, make_ours, random_like
+from kinds import of_every_kind
 from seeds import torch_generator
 from torch import nn
 
@@ -78,6 +79,7 @@ def run(model: nn.Module, how: str) -> list[torch.Tensor]:
     return [hidden, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])]
 
 
+@of_every_kind()
 @halved
 @pytest.mark.parametrize("options,how", ((NO_WEIGHT, "no_grad"), (NO_WEIGHT, "gradients"), (NO_BIAS, "gradients")))
 @pytest.mark.parametrize("model_type,where", PLACES)
@@ -96,8 +98,8 @@ def test_a_layer_norm_without_weights_is_what_torch_makes_of_it(model_type, wher
 @left_to_full(lambda p: p["options"] is NO_BIAS)  # a part of NO_WEIGHT
 @pytest.mark.parametrize("options", (NO_WEIGHT, NO_BIAS))
 def test_a_compiled_model_has_such_a_layer_norm_too(options):
-    model = make("bert")
-    replace(model, "encoder.layer.1.output.LayerNorm", nn.LayerNorm(32, **options))
+    model = make("bert", num_hidden_layers=1)
+    replace(model, "encoder.layer.0.output.LayerNorm", nn.LayerNorm(32, **options))
     assert torch.equal(run(model, "compiled")[0], run(model, "no_grad")[0])
 
 
@@ -112,6 +114,7 @@ def test_a_model_whose_layer_norms_have_no_weights_can_be_initialised_again():
 COUNTED = [kind for kind in FAMILIES if not EncoderConfig.of_family(kind).num_hidden_groups]
 
 
+@of_every_kind()
 @halved
 @pytest.mark.parametrize("how", ("no_grad", "gradients"))
 @pytest.mark.parametrize("kept", (0, 1))

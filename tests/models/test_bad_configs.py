@@ -262,6 +262,6 @@ def test_numbers_of_a_dense_module(value, folder, file):
 
 
 def test_fresh_models_have_no_other_bound():
-    config = EncoderConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=300, intermediate_size=8)
+    config = EncoderConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=100, intermediate_size=8)
     with torch.device("meta"):
-        assert len(fastbert.AutoModel.from_config(config).encoder.layer) == 300
+        assert len(fastbert.AutoModel.from_config(config).encoder.layer) == 100

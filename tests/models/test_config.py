@@ -10,6 +10,7 @@ import pickle
 import pytest
 import transformers
 from family_configs import NUM_CONFIGS, make_config
+from full import halved
 from hf import families_axis, hf_config
 from tiny import edit_config
 
@@ -26,6 +27,7 @@ def saved(tmp_path):
     return tmp_path
 
 
+@halved
 @pytest.mark.parametrize("index", range(NUM_CONFIGS))
 @families_axis
 def test_config_both_ways(model_type, index):

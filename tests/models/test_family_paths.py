@@ -10,8 +10,9 @@ import torch
 from batches import make_batch
 from counted_ops import Ops
 from family_configs import NUM_CONFIGS, has_rotary, has_windows, make_config
-from full import halved, left_to_full
+from full import halved, left_to_full, thinned
 from hf import FAMILIES, families_axis, randomise
+from kinds import of_every_kind
 from precise import in_float64
 from seeds import manual_seed
 
@@ -42,6 +43,7 @@ def fused_cases() -> list[tuple[str, int]]:
     return [case for case in cases if not any(position and position.rotates_values for position in turns[case])]
 
 
+@of_every_kind()
 @halved
 @has_kernels
 @dtype_axis
@@ -61,6 +63,7 @@ def test_layers_are_one_op(model_type, index, dtype):
     assert not any("attention" in name or "feed_forward" in name for name in ops.calls), ops.calls
 
 
+@of_every_kind()
 @left_to_full(lambda p: (FAMILIES.index(p["model_type"]) + DTYPES.index(p["dtype"])) % 2 == 1)
 @dtype_axis
 @families_axis
@@ -77,7 +80,7 @@ def test_isolation(model_type, dtype):
     assert torch.equal(before[others], after[others]) and not torch.equal(before[2], after[2])
 
 
-@halved
+@thinned(6)  # the rows that a thread takes do not go by the family
 @has_kernels
 @dtype_axis
 @special_axis
@@ -113,7 +116,7 @@ def test_gradient_checkpointing(model_type):
     assert results[0] and all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@left_to_full(lambda p: p["backend"] == "inductor" or p["model_type"] not in ("modernbert", "eurobert"))
+@left_to_full(lambda p: p["backend"] == "inductor" or p["model_type"] != "modernbert")
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @special_axis
 def test_compiles_into_one_graph(model_type, backend):

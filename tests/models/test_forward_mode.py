@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from family_configs import make_config
+from full import halved
 from hf import make_trio, random_like
 from torch.autograd import forward_ad, functional
 from torch.func import functional_call, grad, jacfwd, jvp, vmap
@@ -86,6 +87,7 @@ def hessian_vector(model):
     return flat(jvp(first, (weights_of(model),), (directions(model),))[1])
 
 
+@halved
 @pytest.mark.filterwarnings("ignore:fastbert. .*transformers' own forward")
 @pytest.mark.parametrize("transform", (dual, jvp_of_embeds, jvp_of_weights, jacobian))
 @pytest.mark.parametrize("model_type", ("bert", "distilbert", "modernbert"))
@@ -113,6 +115,7 @@ def penalty(model):
     return flat(dict(zip(weights, found, strict=True)))
 
 
+@halved
 @pytest.mark.parametrize("twice", (by_two_gradients, hessian_vector_of_embeds, penalty))
 @pytest.mark.parametrize("model_type", ("bert", "distilbert"))
 def test_gradients_of_gradients(model_type, twice):
@@ -126,6 +129,7 @@ def test_gradients_of_gradients(model_type, twice):
                 twice(model)
 
 
+@halved
 @pytest.mark.filterwarnings("ignore:fastbert. .*transformers' own forward")
 @pytest.mark.parametrize("transform", (gradient, of_each_sample, hessian_vector))
 @pytest.mark.parametrize("model_type", ("bert", "distilbert"))

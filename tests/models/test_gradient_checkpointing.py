@@ -8,6 +8,7 @@ from batches import make_batch, make_labels
 from family_configs import config_for
 from full import halved, left_to_full
 from hf import families_axis, is_alike, make_ours
+from kinds import of_every_kind
 from seeds import manual_seed
 from test_packed import assert_same_gradients, make_model
 
@@ -16,6 +17,7 @@ from fastbert.families import FAMILIES
 
 @halved
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
+@of_every_kind()
 @left_to_full(is_alike)
 @families_axis
 def test_gradient_checkpointing(model_type, dropout):

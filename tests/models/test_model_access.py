@@ -14,6 +14,7 @@ import transformers
 from family_configs import config_for
 from full import halved
 from hf import FAMILIES, families_axis, hf_class, hf_config, make_hf, make_ours
+from kinds import of_every_kind
 from precise import assert_as_theirs
 from seeds import manual_seed
 
@@ -119,6 +120,7 @@ def test_resized_as_transformers(rows, multiple, mean, tied):
     assert ours(ids).logits.shape[-1] == table.weight.shape[0]
 
 
+@of_every_kind()
 @families_axis
 def test_every_family_resizes_and_is_loaded_again(model_type, tmp_path):
     head = "MaskedLM" if "MaskedLM" in DATA[model_type].heads else "Model"

@@ -12,13 +12,13 @@ from full import halved, left_to_full, thinned
 from hf import (
     families_axis,
     gradients,
-    is_alike,
     is_left_out,
     make_trio,
     models_axis,
     random_like,
     randomise,
 )
+from kinds import of_every_kind, of_every_kind_of_head
 
 import fastbert
 from fastbert.backend import use_backend
@@ -55,6 +55,7 @@ def packed_at_same_places(config, batch, pattern: str) -> dict:
     return inputs
 
 
+@of_every_kind_of_head()
 @left_to_full(lambda p: is_left_out(p, MASKS.index(p["pattern"]), of=2 * len(MASKS)))  # every second head has a mask
 @pytest.mark.parametrize("pattern", MASKS)
 @models_axis
@@ -87,6 +88,7 @@ def test_packed_equals_padded(model_type, head, pattern):
     assert_same_gradients(padded, packed)
 
 
+@of_every_kind()
 @halved
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @families_axis
@@ -130,7 +132,8 @@ def test_a_bound_far_above_the_truth_makes_no_larger_tables(model_type, checked,
     assert all(len(cos) <= 128 for cos, _ in tables.values())
 
 
-@thinned(3)
+@of_every_kind()
+@thinned(4)
 @pytest.mark.parametrize("pattern", MASKS)
 @families_axis
 def test_hidden_states_and_attentions(model_type, pattern):
@@ -160,7 +163,7 @@ def test_hidden_states_and_attentions(model_type, pattern):
 
 @halved
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@left_to_full(is_alike)
+@of_every_kind()
 @families_axis
 def test_inputs_embeds_and_position_ids(model_type, dtype):
     config = make_config(model_type, 0)
@@ -181,6 +184,7 @@ def test_inputs_embeds_and_position_ids(model_type, dtype):
         assert_close_to_reference(*results, GRADIENT_FACTOR)
 
 
+@of_every_kind()
 @families_axis
 def test_own_embeddings_are_the_ids(model_type):
     """Word embeddings passed as inputs_embeds: the same bits as the ids, where the positions are the same."""
@@ -209,6 +213,7 @@ def isolation(model, config, batch, change, head: str):
     return fields, embeds.grad[others]
 
 
+@of_every_kind()
 @thinned(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head", ["Model", "SequenceClassification", "TokenClassification"])
@@ -227,7 +232,7 @@ def test_no_sequence_sees_another(model_type, head, dtype):
             assert torch.equal(grad, changed_grad) and torch.isfinite(grad).all() and (grad != 0).any()
 
 
-@left_to_full(is_alike)
+@of_every_kind()
 @families_axis
 def test_other_tokens_in_one_sequence(model_type):
     """Other ids, with the same lengths: the other sequences' bits stay, padded and packed."""
@@ -242,6 +247,7 @@ def test_other_tokens_in_one_sequence(model_type):
     assert torch.equal(before_packed[packed_others], after_packed[packed_others])
 
 
+@of_every_kind_of_head()
 @left_to_full(lambda p: is_left_out(p, WITHOUT.index(p["mask"]), of=2 * len(WITHOUT)))  # every second head has one
 @pytest.mark.parametrize("mask", WITHOUT)
 @models_axis
@@ -277,7 +283,7 @@ def test_sequences_without_tokens(model_type, head, mask):
         assert grad is None or torch.isfinite(grad).all(), name
 
 
-@pytest.mark.parametrize("backend", ("torch", "cpu", "triton"))
+@pytest.mark.parametrize("backend", ("torch", "cpu", pytest.param("triton", marks=pytest.mark.simulated)))
 @pytest.mark.parametrize("model_type", ("bert", "roberta"))
 def test_slack_may_be_longer_than_any_sequence(model_type, backend):
     """Rows behind the last sequence stand in no place: more of them than there are positions change nothing."""

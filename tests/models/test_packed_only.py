@@ -11,6 +11,8 @@ import seeds
 import tiny
 import torch
 from family_configs import make_config
+from full import halved
+from kinds import of_every_kind
 
 from fastbert import _C, SentenceEncoder, quantize, repack, use_backend
 from fastbert.families import FAMILIES
@@ -62,6 +64,7 @@ def test_vectors_have_the_same_bits(folder, dtype):
     assert all(map(torch.equal, found, expected)) and len(found) == 3
 
 
+@of_every_kind()
 @pytest.mark.parametrize("index", (0, 1))
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_family_goes_on(model_type, index):
@@ -112,6 +115,7 @@ def run(model, backend=None):
         return model(torch.tensor([[2, 9, 3]]))
 
 
+@halved
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("dtype", ("float32", "int8"))
 def test_whoever_reads_a_weight_is_told(folder, tmp_path, reader, dtype):

@@ -3,8 +3,8 @@
 The oracle is transformers' eager model in float64, the baseline the same model in the tested dtype. A covering design
 stands in for the full product: every head of every family meets every mask pattern, and the four configurations of
 `family_configs.make_config` rotate over heads and masks, so that every (head, configuration) and, within each family,
-every (configuration, mask) is met. `make test` has each head once: with another mask and configuration than the next
-head of its family, and in the other dtype; `make test-full` has the rest.
+every (configuration, mask) is met. `make test` has each form of a head once, in the first family that has it: with
+another mask and configuration than the next head of its family, and in the other dtype; `make test-full` has the rest.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from batches import Batch, make_batch, make_labels
 from family_configs import CHOICES, NUM_CONFIGS, config_for, make_config
 from full import halved, left_to_full, thinned
 from hf import FAMILIES, MODELS, families_axis, is_left_out, make_trio, models_axis, place_of_head, random_like
+from kinds import of_every_kind_of_head
 from parity import call, check
 from theirs import by_choice
 
@@ -33,6 +34,7 @@ def is_shown_by_others(p) -> bool:
     return DTYPES.index(p["dtype"]) != dtype or is_left_out(p, MASKS.index(p["pattern"]), of=len(MASKS))
 
 
+@of_every_kind_of_head()
 @left_to_full(is_shown_by_others)
 @dtype_axis
 @pytest.mark.parametrize("pattern", MASKS)
@@ -46,7 +48,7 @@ def test_outputs_loss_and_gradients(model_type, head, pattern, dtype):
     check(config, head, batch, make_labels(config, head, batch, seed=number), dtype)
 
 
-@halved
+@thinned(4)
 @dtype_axis
 @pytest.mark.parametrize("head", sorted(h for m, h in MODELS if m == "megatron-bert"))
 def test_the_baby_model(head, dtype):
@@ -56,7 +58,7 @@ def test_the_baby_model(head, dtype):
     check(config, head, batch, make_labels(config, head, batch, seed=0), dtype)
 
 
-@thinned(4)  # what a kind of labels is, no family knows
+@thinned(12)  # what a kind of labels is, no family knows
 @dtype_axis
 @pytest.mark.parametrize("kind", ["regression", "several regressions", "multi_label_classification"])
 @families_axis
@@ -121,7 +123,8 @@ def dropout_probabilities(model, batch: Batch, monkeypatch) -> list[float]:
     return sorted(seen)
 
 
-@left_to_full(lambda p: is_left_out(p, of=4))  # those of the encoder are every head's
+@of_every_kind_of_head()
+@left_to_full(lambda p: is_left_out(p, of=3))  # those of the encoder are every head's
 @models_axis
 def test_every_dropout_is_where_transformers_has_it(model_type, head, monkeypatch):
     different = {"hidden_dropout_prob": 0.11, "attention_probs_dropout_prob": 0.12, "classifier_dropout": 0.13}

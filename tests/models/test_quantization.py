@@ -15,6 +15,7 @@ import transformers
 from family_configs import config_for
 from full import left_to_full
 from hf import hf_class, is_left_out, make_hf, models_axis, randomise
+from kinds import of_every_kind
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -54,7 +55,8 @@ def assert_same_state(model, expected):
     assert all(torch.equal(tensor, expected[key][1]) for key, (_, tensor) in state(model).items())
 
 
-@left_to_full(lambda p: is_left_out(p, of=4))  # what is quantised is below the heads
+@of_every_kind()
+@left_to_full(lambda p: is_left_out(p, of=6))  # what is quantised is below the heads
 @models_axis
 def test_every_model_and_its_files(model_type, head, tmp_path):
     model = make(model_type, head)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from full import left_to_full
 from seeds import torch_generator
 from torch import nn
 
@@ -39,6 +40,7 @@ def test_a_trace_of_packed_batches_is_refused(backend):
         torch.jit.trace(Packed(make("BertModel")), (IDS.flatten(), torch.tensor([0, 7, 14], dtype=torch.int32)))
 
 
+@left_to_full(lambda p: p["name"] == "BertForSequenceClassification")  # a head as the other
 @pytest.mark.parametrize("name", ("BertModel", "BertForMaskedLM", "BertForSequenceClassification"))
 def test_without_transformers_a_trace_and_an_export_are_refused(name, monkeypatch):
     """With it, its code is recorded: tests/ecosystem/test_own_inference.py."""

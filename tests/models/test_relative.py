@@ -32,8 +32,9 @@ def number_of(p: dict) -> int:
     return SWITCHES.index((p["terms"], p["buckets"], p["shared"], p["conv"], p["norm"]))
 
 
-# Each switch has both of its values in every quarter of the grid, and both dtypes.
+# Each switch has both of its values in every eighth of the grid, and both dtypes.
 @left_to_full(lambda p: (number_of(p) // 2 + number_of(p) // 8 + 2 * (p["dtype"] is DTYPES[0])) % 4 != 0)
+@left_to_full(lambda p: (number_of(p) + number_of(p) // 4 + number_of(p) // 16 + number_of(p) // 32) % 2 != 0)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("terms", "buckets", "shared", "conv", "norm"), SWITCHES)
 def test_switches(terms, buckets, shared, conv, norm, dtype):
@@ -96,16 +97,17 @@ def test_rows_are_those_of_transformers(longest):
     from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
     x = torch.empty(1, longest, 1)
+    ends = ((x[:, :1], x), (x, x[:, :1]))  # a query and all keys, and all queries and a key
     for buckets, most in ((256, 512), (4, 12), (32, 2048), (0, 300)):
         span = buckets or most
-        theirs = build_relative_position(x, x, buckets, most)[0]
-        rows = (theirs + span).clamp(0, 2 * span - 1)
+        theirs = (build_relative_position(*end, buckets, most).flatten() for end in ends)
+        rows = [(places + span).clamp(0, 2 * span - 1).tolist() for places in theirs]
         ours = disentangled_rows(Disentangled("table", span, buckets=buckets, max_distance=most), longest)
-        assert ours.tolist() == [*rows[0].tolist()[::-1], *rows[1:, 0].tolist()]
-    distance = torch.arange(longest)[None, :] - torch.arange(longest)[:, None]
-    theirs = MPNetEncoder.relative_position_bucket(distance)
+        assert ours.tolist() == [*rows[0][::-1], *rows[1][1:]]
+    distances = torch.arange(1 - longest, longest).flip(0)  # of a key from a query
+    theirs = MPNetEncoder.relative_position_bucket(distances)
     ours = bias_rows(RelativeBias("table", 32), longest)
-    assert ours.tolist() == [*theirs[0].tolist()[::-1], *theirs[1:, 0].tolist()]
+    assert ours.tolist() == theirs.tolist()
 
 
 @pytest.mark.parametrize("model_type", ("deberta", "deberta-v2"))

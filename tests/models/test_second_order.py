@@ -6,6 +6,7 @@ import pytest
 import torch
 from full import halved, left_to_full
 from hf import families_axis, is_alike
+from kinds import of_every_kind
 from seeds import manual_seed
 
 import fastbert
@@ -25,6 +26,7 @@ def make(model_type: str, head: str):
 
 
 @halved
+@of_every_kind()
 @left_to_full(is_alike)
 @families_axis
 @pytest.mark.parametrize("head", ("Model", "SequenceClassification", "MaskedLM"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from family_configs import config_for
+from full import thinned
 from hf import randomise
 from seeds import manual_seed
 from slack import assert_slack_adds_nothing, step, with_slack
@@ -68,6 +69,7 @@ def items_of(model: torch.nn.Module, packed: PackedInputs, make_total=float) -> 
     return {name: make_total(7.0 + i) for i, name in enumerate(names)}
 
 
+@thinned(3)  # every loss has one of the backends, and slack of one kind or of both
 @pytest.mark.parametrize(("backend", "slack"), (("auto", "all"), ("torch", "all"), ("torch", "tokens")))
 @pytest.mark.parametrize("case", CASES)
 def test_slack_adds_nothing(case, backend, slack):

@@ -10,6 +10,7 @@ from batches import make_batch
 from family_configs import make_config
 from full import halved, left_to_full
 from hf import families_axis, is_alike, make_hf, make_ours
+from kinds import of_every_kind
 from seeds import torch_generator
 from torch import nn
 
@@ -50,6 +51,7 @@ def outputs(model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[torch.Ten
 
 @halved
 @pytest.mark.parametrize("kind", KINDS)
+@of_every_kind()
 @left_to_full(is_alike)
 @families_axis
 def test_every_tensor_of_a_model_is_read_at_each_call(model_type, kind):
@@ -85,6 +87,7 @@ def test_every_tensor_of_a_model_of_another_dtype_is_read_at_each_call(dtype):
         assert i > 0 or not torch.equal(new, old)
 
 
+@halved
 @pytest.mark.parametrize("mode", (torch.no_grad, torch.enable_grad))
 @pytest.mark.parametrize("kind", KINDS)
 def test_finite_differences_are_those_of_the_model(kind, mode):

@@ -61,3 +61,20 @@ def of_every_kind(name: str = "model_type") -> pytest.MarkDecorator:
 def of_few_kinds(name: str = "model_type") -> pytest.MarkDecorator:
     """A mark: all families but those that have nothing in common are left to `make test-full`."""
     return left_to_full(lambda given: given[name] not in FEW)
+
+
+def _first_heads() -> frozenset[tuple[str, str]]:
+    """Heads are data, too: of each that families share the first one's, and the bare model of each kind of layer."""
+    first: dict[str, tuple[str, str]] = {}
+    for model_type in ("bert", *FAMILIES):
+        for head, form in FAMILIES[model_type].heads.items():
+            first.setdefault(f"{head} {form}", (model_type, head))
+    return frozenset(first.values()) | {(model_type, "Model") for model_type in ONE_OF_EACH}
+
+
+HEADS_OF_EACH = _first_heads()
+
+
+def of_every_kind_of_head() -> pytest.MarkDecorator:
+    """A mark for models_axis: heads that another family has in the same form are left to `make test-full`."""
+    return left_to_full(lambda given: (given["model_type"], given["head"]) not in HEADS_OF_EACH)
