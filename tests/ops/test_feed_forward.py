@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from full import halved
+from full import halved, thinned
 from isas import CPU_BACKENDS, backend_with_isa
 from remembered import remembered
 from seeds import manual_seed
@@ -81,7 +81,7 @@ def literal_of(form, activation="gelu", **options):
     return partial(reference.feed_forward, name=activation, gated=form != "plain", **options)
 
 
-@halved
+@thinned(4)
 @each_dtype
 @each_form
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -217,7 +217,7 @@ def test_copies_of_parts_are_old_with_those_of_the_whole(calls):
         assert torch.equal(seen, other) and not torch.equal(seen, before)
 
 
-@thinned(3)
+@thinned(4)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @each_rows
 @each_isa
