@@ -9,6 +9,7 @@ import pytest
 import torch
 from attention_cases import KINDS, RAGGED, SLACK, backends, differentiate, make, needs_extension, positions, rotary_of
 from full import left_to_full
+from relative_cases import differentiate as differentiate_relative
 from relative_cases import holes, make_terms
 
 from fastbert.ops import Relative, Rotary, attention
@@ -39,6 +40,7 @@ def test_compiles_into_one_graph(backend):
 
 
 @needs_extension
+@left_to_full(lambda p: p["dropout_p"] == 0)  # an operand less
 @pytest.mark.parametrize("dropout_p", (0.0, 0.1))
 def test_opcheck(dropout_p):
     """Of all options; tests/ops/test_contract.py checks the operators as ops call them."""
@@ -69,7 +71,9 @@ def test_relative_terms_compile_into_one_graph():
         def called(g, *qkv, relative, given=given):
             return g(*qkv, *relative, **given)
 
-        found, expected = (differentiate(partial(called, g), tensors, relative, tensors[0]) for g in (compiled, f))
+        found, expected = (
+            differentiate_relative(partial(called, g), tensors, relative, tensors[0]) for g in (compiled, f)
+        )
         assert all(torch.equal(t, expected[name]) for name, t in found.items())
 
 

@@ -48,6 +48,7 @@ def check_pooling(case, dtype, mode, backend, x):
     )
 
 
+@halved
 @triton_left_to_simulated
 @left_to_full(
     lambda p: p["backend"] == "triton" and p["dtype"] is not torch.float32 and p["case"].id not in ("ragged", "slack")

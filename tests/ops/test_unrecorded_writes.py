@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from full import thinned
+from full import halved, thinned
 from isas import OF_FLOATS, backend_with_isa
 from seeds import torch_generator
 from test_packed_weights import HIDDEN, IN, ROWS, call, each_dtype, expect_new, layer_of, set_element
@@ -62,6 +62,7 @@ UNRECORDED = {
 }
 
 
+@thinned(3)
 @each_dtype
 @each_call
 @pytest.mark.parametrize("write", UNRECORDED)
@@ -148,6 +149,7 @@ def products(
     return out.detach(), dx
 
 
+@halved
 @pytest.mark.parametrize("rows, calls", ((7, 1), (ROWS, 1), (ROWS, 2), (ROWS, 3)))
 @pytest.mark.parametrize("autocast", (False, True), ids=("float32", "bfloat16"))
 @pytest.mark.parametrize("prune", PRUNE)
