@@ -20,6 +20,7 @@ from attention_cases import (
     needs_extension,
     rotary_of,
 )
+from full import triton_left_to_simulated
 from isas import OF_FLOATS, backend_with_isa
 from seeds import manual_seed
 from shares import assert_share
@@ -42,6 +43,7 @@ each_share = pytest.mark.parametrize(
 )
 
 
+@triton_left_to_simulated
 @each_share
 def test_dropout_keeps_its_share_and_backward_the_mask(backend, dtype):
     case = Lengths("", (64,))
@@ -56,6 +58,7 @@ def test_dropout_keeps_its_share_and_backward_the_mask(backend, dtype):
         assert not torch.equal(is_kept, kept(backend, case, num_heads, p, 4, dtype))
 
 
+@triton_left_to_simulated
 @each_share
 def test_dropout_against_oracle(backend, dtype):
     longest = 66 if backend == "triton" else 130  # two tiles of 64 in either
@@ -120,6 +123,7 @@ def test_the_mask_is_that_of_the_counters(backend, dtype):
         assert torch.equal(backward[token : token + n, :, :n].transpose(0, 2) != 0, keep)
 
 
+@triton_left_to_simulated
 @each_backend
 def test_dropping_everything_leaves_zeros(backend):
     def f(q, k, v):

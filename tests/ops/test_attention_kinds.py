@@ -10,7 +10,6 @@ import torch
 from attention_cases import (
     EDGES,
     FEW,
-    KINDS,
     LONG,
     RAGGED,
     SLACK,
@@ -27,11 +26,10 @@ from attention_cases import (
     is_met_in_the_other_dtype,
     kept,
     make,
-    needs_extension,
     positions,
     rotary_of,
 )
-from full import halved, left_to_full, thinned
+from full import halved, left_to_full, left_to_simulated, thinned, triton_left_to_simulated
 from isas import OF_FLOATS
 from layouts import assert_same_results
 from seeds import manual_seed
@@ -48,6 +46,7 @@ def cases_of(backend: str) -> tuple[Lengths, ...]:
     return (RAGGED, SLACK, LONG) if backend == "triton" else (RAGGED, EDGES, SLACK)
 
 
+@triton_left_to_simulated
 @thinned(3)
 @left_to_full(lambda p: is_interpreted_in_16_bits(p) and p["window_size"] not in WINDOWS[1::3])
 @pytest.mark.parametrize("window_size", WINDOWS, ids=str)
@@ -60,6 +59,7 @@ def test_windows(backend, dtype, window_size):
             check(backend, case, tensors, window_size=window_size, window_positions=places)
 
 
+@triton_left_to_simulated
 @halved
 @pytest.mark.parametrize("heads", ((6, 2), (3, 1)), ids=str)
 @each_dtype
@@ -74,6 +74,7 @@ def test_grouped_keys(backend, dtype, heads):
     check(backend, RAGGED, make(RAGGED, heads, 7, dtype), window_size=(5, 9))
 
 
+@triton_left_to_simulated
 @thinned(3)
 @left_to_full(lambda p: is_interpreted_in_16_bits(p) and p["kind"] in ("halves", "pairs-by-token"))
 @each_kind
@@ -89,7 +90,8 @@ def test_rotary(backend, dtype, kind):
         check(backend, case, make(case, of_case, head_dim, dtype), rotary=rotary_of(case, head_dim, kind))
 
 
-@thinned(3)
+@left_to_simulated(is_interpreted_in_16_bits)
+@thinned(4)
 @left_to_full(lambda p: is_interpreted_in_16_bits(p) and p["kind"] != "pairs")
 @each_kind
 @each_dtype
@@ -123,6 +125,7 @@ def test_large_logits_and_scales_of_nothing(backend, dtype):
         check(backend, EDGES, (factor * q, factor * k, v), in_units=True, softmax_scale=softmax_scale, **options)
 
 
+@triton_left_to_simulated
 @left_to_full(lambda p: is_interpreted_in_16_bits(p) and p["window_size"] != (1, 3))
 @pytest.mark.parametrize("window_size", ((0, 0), (1, 3), (17, -1)), ids=str)
 @each_dtype
@@ -133,6 +136,7 @@ def test_any_scale_in_windows(backend, dtype, window_size):
         check(backend, case, make(case, 1, dtype=dtype), window_size=window_size, softmax_scale=softmax_scale)
 
 
+@triton_left_to_simulated
 @left_to_full(is_interpreted_in_16_bits)
 @each_dtype
 @each_kernel
@@ -144,7 +148,8 @@ def test_dropout_goes_by_token_head_and_key(backend, dtype):
         check(backend, case, make(case, (4, 2), dtype=dtype), keep=keep, dropout_p=0.25, seed=7, **options)
 
 
-@halved
+@triton_left_to_simulated
+@thinned(3)
 @left_to_full(lambda p: p["backend"] == "triton" and p["dtype"] is torch.float32)
 @pytest.mark.parametrize("window_size", ((-1, -1), (70, 20)), ids=str)
 @each_dtype
@@ -170,6 +175,7 @@ def test_threads_and_runs_do_not_change_bits(backend, dtype, window_size):
         assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
 
 
+@triton_left_to_simulated
 @each_kernel
 def test_a_window_that_hides_nothing_changes_no_bit(backend):
     """The positions of no holes are the places, with a stride as well; of the CPU's kernels that goes for any."""
@@ -192,6 +198,7 @@ def test_windows_wider_than_any_sequence(backend, window_size):
     check(backend, SLACK, make(SLACK, 1), window_size=window_size)
 
 
+@triton_left_to_simulated
 @left_to_full(is_interpreted_in_16_bits)
 @each_dtype
 @each_backend
@@ -237,6 +244,7 @@ def test_what_is_far_outside_of_the_window_is_not_visited(backend, dtype):
         assert torch.equal(found[far], expected[far]) and found[2048].isnan().all()
 
 
+@triton_left_to_simulated
 @in_torch_cpu_and_triton
 def test_slices_and_tables_are_read_where_they_lie(backend):
     """Of a fused projection, of a wider table as transformers has it, with each half twice, or with no row in one
@@ -263,37 +271,3 @@ def test_slices_and_tables_are_read_where_they_lie(backend):
 
     layouts = (fused, rotary), (laid_out(0, 2, 1), wide), (laid_out(1, 0, 2), columns_first), (laid_out(2, 1, 0), wide)
     assert_same_results(backend, run, layouts)
-
-
-@left_to_full(lambda p: p["backend"] == "torch")  # a rectangle's graph takes a minute
-@backends("torch", "cpu")
-def test_compiles_into_one_graph(backend):
-    """Of any shape: the second case is traced with sizes that vary."""
-    options = {"window_size": (9, 20), "backend": backend}
-
-    def f(q, k, v, places, cos, sin, cu_seqlens, max_seqlen):
-        rotary = Rotary(cos, sin, *KINDS["pairs-by-token"])
-        return attention(q, k, v, cu_seqlens, max_seqlen, window_positions=places, rotary=rotary, **options)
-
-    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    for case in (RAGGED, SLACK):
-        tensors, (cos, sin, *_) = make(case, (4, 2)), rotary_of(case, 32, "pairs-by-token")
-        where = {"places": positions(case), "cos": cos, "sin": sin, "cu_seqlens": case.cu_seqlens}
-        where["max_seqlen"] = max(case.lengths)
-        dout = torch.randn_like(tensors[0])
-        found, expected = (differentiate(partial(g, **where), tensors, dout) for g in (compiled, f))
-        assert all(map(torch.equal, found, expected))
-
-
-@needs_extension
-@pytest.mark.parametrize("dropout_p", (0.0, 0.1))
-def test_opcheck(dropout_p):
-    """Of all options; tests/ops/test_contract.py checks the operators as ops call them."""
-    (q, k, v), (cos, sin, *kind) = make(SLACK, (4, 2)), rotary_of(SLACK, 32, "pairs-by-token")
-    philox = torch.tensor([2**61 + 5, 2**40 + 1]) if dropout_p else None
-    forward, backward = (getattr(torch.ops.fastbert, f"attention_{d}_cpu").default for d in ("fwd", "bwd"))
-    form = (positions(SLACK), cos, sin, 0.2, dropout_p, 2, 3, *kind)
-    for return_stats in (True, False):
-        torch.library.opcheck(forward, (q, k, v, SLACK.cu_seqlens, philox, *form, return_stats))
-    out, stats = forward(q, k, v, SLACK.cu_seqlens, philox, *form, True)
-    torch.library.opcheck(backward, (q, q, k, v, out, stats, SLACK.cu_seqlens, philox, *form))

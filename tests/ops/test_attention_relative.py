@@ -7,7 +7,15 @@ from functools import partial
 import attention_cases
 import pytest
 import torch
-from attention_cases import SLACK, backends, each_dtype, each_isa, kept, make, needs_extension
+from attention_cases import (
+    backends,
+    each_dtype,
+    each_isa,
+    is_met_in_the_other_dtype,
+    kept,
+    make,
+    needs_extension,
+)
 from full import left_to_full, thinned
 from isas import OF_FLOATS
 from relative_cases import (
@@ -15,7 +23,6 @@ from relative_cases import (
     TERMS,
     check,
     check_operands_where_they_lie,
-    differentiate,
     holes,
     longest_of,
     make_terms,
@@ -145,6 +152,7 @@ def test_places_without_holes_change_no_bit(backend):
         assert all(torch.equal(t, results[1][name]) for name, t in results[0].items())
 
 
+@left_to_full(lambda p: is_met_in_the_other_dtype(p, 0))
 @each_dtype
 @each_isa
 def test_threads_and_runs_do_not_change_bits(backend, dtype):
@@ -254,40 +262,6 @@ def test_what_does_not_fit_is_refused(backend, changed, reason):
     relative = Relative(torch.zeros(5).int(), key)._replace(**changed)
     with pytest.raises((ValueError, RuntimeError, IndexError), match=reason):
         attention(q, q, q, torch.tensor([0, 3]).int(), 3, relative=relative, backend=backend)
-
-
-@needs_extension
-def test_compiles_into_one_graph():
-    """Of any shape: the second case is traced with sizes that vary."""
-
-    def f(q, k, v, rows, key, query, bias, positions, cu_seqlens, max_seqlen):
-        relative = Relative(rows, key, query, bias, positions)
-        return attention(q, k, v, cu_seqlens, max_seqlen, relative=relative, window_size=(9, 20), backend="cpu")
-
-    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    for case in (FEW, SLACK):
-        relative = make_terms(case, "all", "buckets", 2, 16, torch.float32, holes(case))
-        given = {"cu_seqlens": case.cu_seqlens, "max_seqlen": max(case.lengths)}
-        tensors = make(case, 2, 16)
-
-        def called(g, *qkv, relative, given=given):
-            return g(*qkv, *relative, **given)
-
-        found, expected = (differentiate(partial(called, g), tensors, relative, tensors[0]) for g in (compiled, f))
-        assert all(torch.equal(t, expected[name]) for name, t in found.items())
-
-
-@needs_extension
-@pytest.mark.parametrize(("terms", "dropout_p"), (("all", 0.0), ("key", 0.1), ("bias", 0.1)))
-def test_opcheck(terms, dropout_p):
-    tensors, relative = make(SLACK, 2, 16), make_terms(SLACK, terms, "buckets", 2, 16, torch.float32, holes(SLACK))
-    philox = torch.tensor([2**61 + 5, 2**40 + 1]) if dropout_p else None
-    forward, backward = (getattr(torch.ops.fastbert, f"attention_relative_{d}_cpu").default for d in ("fwd", "bwd"))
-    given = (SLACK.cu_seqlens, philox, None, *relative, 0.2, dropout_p, 2, 3)
-    for return_stats in (True, False):
-        torch.library.opcheck(forward, (*tensors, *given, return_stats))
-    out, stats = forward(*tensors, *given, True)
-    torch.library.opcheck(backward, (tensors[0], *tensors, out, stats, *given))
 
 
 @needs_extension

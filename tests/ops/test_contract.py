@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from draw import Draw
-from full import left_to_full
+from full import left_to_full, triton_left_to_simulated
 from isas import backend_with_isa
 from op_case import LAYOUTS, isolation, products_mix_rows
 from op_cases import OPS
@@ -136,6 +136,7 @@ def test_against_the_formula(op, backend, dtype):
             one.case.compare(one.seed)
 
 
+@triton_left_to_simulated
 @left_to_full(has_tests_of_its_own)
 @left_to_full(is_met_in_the_other_dtype)
 @with_kernels
@@ -153,6 +154,7 @@ def test_the_same_bits_in_every_run_and_for_any_number_of_threads(op, backend, d
                 assert_same(found, expected)
 
 
+@triton_left_to_simulated
 @left_to_full(has_tests_of_its_own)
 @left_to_full(is_met_by_other_ops)
 @with_kernels
@@ -165,6 +167,7 @@ def test_any_layout_of_its_operands(op, backend, layout):
             one.case.compare(one.seed)
 
 
+@triton_left_to_simulated
 @left_to_full(has_tests_of_its_own)
 @left_to_full(is_met_in_the_other_dtype)
 @with_kernels
@@ -176,6 +179,7 @@ def test_what_is_not_finite_stays_in_its_row(op, backend, dtype):
                 isolation(one.draw, one.case, one.seed, one.out_groups, one.in_groups)
 
 
+@triton_left_to_simulated
 @left_to_full(has_tests_of_its_own)
 @with_kernels
 def test_the_backend_that_is_asked_for_runs(op, backend):
@@ -195,6 +199,7 @@ def test_torch_runs_torch_alone(op):
     assert not recorded.calls
 
 
+@triton_left_to_simulated
 @left_to_full(has_tests_of_its_own)
 @once
 def test_opcheck(op, backend):

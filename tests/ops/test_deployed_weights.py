@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from full import thinned
 from test_packed_weights import (
     COLUMNS,
     HIDDEN,
@@ -57,6 +58,7 @@ def test_inference_mode_sees_a_recorded_write_at_once(write, dtype):
     expect_new(layer, deployed(layer), old)
 
 
+@thinned(3)
 @each_dtype
 @pytest.mark.parametrize("write", UNRECORDED)
 def test_inference_mode_finds_an_unrecorded_write_within_its_calls(write, dtype):
@@ -76,6 +78,7 @@ def test_inference_mode_sees_an_unrecorded_write_of_a_whole_weight_at_once(write
     expect_new(layer, deployed(layer), old)
 
 
+@thinned(3)
 @each_dtype
 @pytest.mark.parametrize("element", ((0, 23), (63, 329), (64, 1), (127, 257), (130, 300), (149, 7)))
 def test_inference_mode_compares_every_part_of_a_weight(element, dtype):

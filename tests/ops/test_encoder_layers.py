@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from full import halved
+from full import halved, left_to_full
 from isas import CPU_BACKENDS, backend_with_isa
 from layer_specs import (
     CASES,
@@ -62,6 +62,7 @@ def check(name: str, dtype: torch.dtype, **shared) -> None:
         assert_close_to_reference(ours, oracle, literal(layers, x, norm, **shared), GRADIENT_FACTOR, name)
 
 
+@halved
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", STACKS)
@@ -160,6 +161,7 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> tuple:
     return x, CU_SEQLENS, *of_layers, tables, [0, 0, 3], WITH_HOLES.int(), *relative_lists_of(layers, dtype), []
 
 
+@left_to_full(lambda p: p["name"] in ("post", "rms, grouped"))  # which differ in values, or have less
 @pytest.mark.parametrize("name", ("modernbert", "post", "rms, grouped", "disentangled"))
 def test_opcheck(name):
     torch.library.opcheck(torch.ops.fastbert.encoder_layers_cpu, arguments(name))
@@ -188,6 +190,7 @@ def test_lists_that_do_not_fit(at, change, message):
         torch.ops.fastbert.encoder_layers_cpu(*given)
 
 
+@left_to_full(lambda p: p["name"] == "post")  # as "modernbert", with less
 @pytest.mark.parametrize("name", ("modernbert", "post"))
 def test_compiled(name):
     layers, x, norm = make_stack(name, torch.float32)

@@ -77,6 +77,7 @@ def test_a_recorded_write_is_seen_at_once(write, dtype, way):
     assert not torch.equal(new, old) and torch.equal(new, run(copy.deepcopy(model)))
 
 
+@thinned(3)
 @each_way
 @each_dtype
 def test_an_unrecorded_write_is_seen_within_its_calls(dtype, way):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from full import halved, left_to_full
+from full import halved, left_to_full, triton_left_to_simulated
 from isas import WITHOUT_PRODUCTS, device_of
 from norms import check, everything, keep_mask, make, run, serving, skip_unless_served
 from shares import assert_share
@@ -34,6 +34,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).remov
 each_norm = pytest.mark.parametrize("rms", (False, True), ids=("layer", "rms"))
 
 
+@triton_left_to_simulated
 @halved
 @left_to_full(lambda p: p["backend"] == "triton" and p["dtype"] is torch.bfloat16 and p["rows"] not in (2, 17))
 @pytest.mark.parametrize("rows,hidden_size", ROWS, ids=lambda n: str(n))
@@ -46,6 +47,7 @@ def test_against_oracle(backend, dtype, rms, rows, hidden_size):
         check(backend, operands, prenorm=bool(prenorm), rms=rms)
 
 
+@triton_left_to_simulated
 @each_norm
 @pytest.mark.parametrize("backend", ("triton",), indirect=True)
 def test_float16(backend, rms):
@@ -68,6 +70,7 @@ LARGE_MEAN, TORCH_LARGE_MEAN = 1e4, 30.0
 ODD = [(rms, kind) for rms in (False, True) for kind in ADVERSARIAL if rms or kind != "one-large-column"]
 
 
+@triton_left_to_simulated
 @halved
 @pytest.mark.parametrize(("rms", "kind"), ODD)
 @each_dtype
@@ -87,6 +90,7 @@ def test_bfloat16_rounds_to_nearest_even(backend):
     torch.testing.assert_close(summed, (x.float() + residual.float()).bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
+@triton_left_to_simulated
 @halved
 @pytest.mark.parametrize("dropout_p", (0.1, 0.6))
 @each_backend
@@ -95,6 +99,7 @@ def test_dropout_keeps_its_share(backend, dropout_p):
     assert_share(keep, 1 - dropout_p, (0,), (1,))  # neither rows nor columns are favoured
 
 
+@triton_left_to_simulated
 @each_backend
 def test_dropout_follows_the_seed(backend):
     masks = [keep_mask(backend, 9, 80, 0.3, seed) for seed in (1, 1, 2)]
@@ -102,6 +107,7 @@ def test_dropout_follows_the_seed(backend):
     assert not torch.equal(masks[0], masks[2])
 
 
+@triton_left_to_simulated
 @halved
 @pytest.mark.parametrize("rows,hidden_size", ((3, 80), (17, 33), (5, 768)), ids=lambda n: str(n))
 @each_norm

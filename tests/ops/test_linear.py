@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from full import halved
+from full import thinned
 from isas import OF_FLOATS, backend_with_isa
 
 from fastbert import ops
@@ -55,7 +55,7 @@ def check(ours, literal, operands, douts) -> None:
         assert_close_to_reference(actual[1][i], oracle[1][i], baseline[1][i], GRADIENT_FACTOR, f"gradient {i}")
 
 
-@halved
+@thinned(4)
 @each_dtype
 @each_shape
 @pytest.mark.parametrize("activation", ACTIVATIONS)

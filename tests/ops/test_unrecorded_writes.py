@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from full import thinned
+from full import halved, thinned
 from isas import OF_FLOATS, backend_with_isa
 from seeds import torch_generator
 from test_packed_weights import HIDDEN, IN, ROWS, call, each_dtype, expect_new, layer_of, set_element
@@ -62,6 +62,7 @@ UNRECORDED = {
 }
 
 
+@thinned(3)
 @each_dtype
 @each_call
 @pytest.mark.parametrize("write", UNRECORDED)
@@ -148,6 +149,7 @@ def products(
     return out.detach(), dx
 
 
+@halved
 @pytest.mark.parametrize("rows, calls", ((7, 1), (ROWS, 1), (ROWS, 2), (ROWS, 3)))
 @pytest.mark.parametrize("autocast", (False, True), ids=("float32", "bfloat16"))
 @pytest.mark.parametrize("prune", PRUNE)
@@ -217,7 +219,7 @@ def test_copies_of_parts_are_old_with_those_of_the_whole(calls):
         assert torch.equal(seen, other) and not torch.equal(seen, before)
 
 
-@thinned(3)
+@thinned(4)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @each_rows
 @each_isa

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from full import halved, left_to_full
+from full import left_to_full, thinned
 from isas import OF_FLOATS, backend_with_isa
 from packed_bytes import bytes_still_held
 from seeds import torch_generator
@@ -45,7 +45,7 @@ def assert_same_bits(by_copies, on_the_way) -> None:
         assert torch.equal(one, other)
 
 
-@halved
+@thinned(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @each_dtype
 @each_isa

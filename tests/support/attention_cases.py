@@ -9,6 +9,7 @@ import pytest
 import torch
 from attention_terms import assert_close_in_units, attention_terms
 from isas import OF_FLOATS, backend_with_isa
+from remembered import remembered
 from seeds import manual_seed
 
 from fastbert.native.availability import extension_error, triton_error
@@ -112,9 +113,14 @@ def results_of(backend: str, case: Lengths, tensors: Tensors, dout: torch.Tensor
         upper_bound = max(case.lengths) + 5
         return attention(q, k, v, case.cu_seqlens, upper_bound, backend=backend, **options)
 
-    literal = partial(reference.attention, cu_seqlens=case.cu_seqlens, keep=keep, **options)
-    oracle = differentiate(literal, tuple(t.double() for t in tensors), dout)
-    return differentiate(ours, tensors, dout), oracle, differentiate(literal, tensors, dout)
+    oracle, baseline = remembered(_literal, tensors, dout, cu_seqlens=case.cu_seqlens, keep=keep, **options)
+    return differentiate(ours, tensors, dout), oracle, baseline
+
+
+def _literal(tensors: Tensors, dout: torch.Tensor, **options) -> tuple[Tensors, Tensors]:
+    """In float64, and in the tensors' own dtype."""
+    formula = partial(reference.attention, **options)
+    return differentiate(formula, tuple(t.double() for t in tensors), dout), differentiate(formula, tensors, dout)
 
 
 def check(backend: str, case: Lengths, tensors: Tensors, keep=None, seed=0, in_units=False, **options) -> Tensors:
@@ -127,7 +133,7 @@ def check(backend: str, case: Lengths, tensors: Tensors, keep=None, seed=0, in_u
     compared = list(zip(*map(_joint, found), strict=True))
     if in_units:
         doubles = (t.double() for t in (*tensors, dout))
-        terms = attention_terms(*doubles, case.cu_seqlens, keep=keep, **options)
+        terms = remembered(attention_terms, *doubles, case.cu_seqlens, keep=keep, **options)
         of_elements = _joint(tuple(terms[name] for name in ("out", "dq", "dk", "dv")))
         for each, unit, factor in zip(compared, of_elements, (OUTPUT_FACTOR, GRADIENT_FACTOR), strict=True):
             assert_close_in_units(*each, unit, factor)

@@ -10,6 +10,7 @@ import torch
 from attention_cases import Tensors, make
 from draw import Draw
 from op_case import Case, draw_lengths
+from remembered import remembered
 from seeds import manual_seed
 
 from fastbert import ops
@@ -99,22 +100,30 @@ def run(backend: str, case: Lengths, tensors: Tensors, relative: Relative, dout,
 def check(backend: str, case: Lengths, tensors: Tensors, relative: Relative, keep=None, seed: int = 0, **options):
     """By the error rule; gradients of q, k and v count together, as differences that cancel, and each table's alone."""
     dout = torch.randn_like(tensors[0])
-    formula = partial(reference.attention, cu_seqlens=case.cu_seqlens, keep=keep, **options)
+    found = run(backend, case, tensors, relative, dout, seed, **options)
+    of_formula = remembered(_literal, tensors, relative, dout, cu_seqlens=case.cu_seqlens, keep=keep, **options)
+    found, oracle, baseline = (
+        {**each, "dqkv": torch.cat([each[name].flatten() for name in "qkv"])} for each in (found, *of_formula)
+    )
+    if "bias" in found:
+        assert found["bias"].dtype is torch.float32
+        found["bias"] = found["bias"].to(baseline["bias"].dtype)
+    for name in [name for name in found if name not in ("q", "k", "v")]:  # which are in dqkv
+        factor = OUTPUT_FACTOR if name == "out" else GRADIENT_FACTOR
+        assert_close_to_reference(found[name], oracle[name], baseline[name], factor, name)
+
+
+def _literal(tensors: Tensors, relative: Relative, dout, **options) -> tuple[dict[str, torch.Tensor], ...]:
+    """In float64, and in the tensors' own dtype."""
+    formula = partial(reference.attention, **options)
     doubles = relative._replace(
         **{name: t.double() for name in NAMES[3:] if (t := getattr(relative, name)) is not None}
     )
     in_dtype = relative if relative.bias is None else relative._replace(bias=relative.bias.to(tensors[0].dtype))
-    found = run(backend, case, tensors, relative, dout, seed, **options)
-    oracle = differentiate(formula, tuple(t.double() for t in tensors), doubles, dout)
-    baseline = differentiate(formula, tensors, in_dtype, dout)
-    for each in (found, oracle, baseline):
-        each["dqkv"] = torch.cat([each.pop(name).flatten() for name in "qkv"])
-    if "bias" in found:
-        assert found["bias"].dtype is torch.float32
-        found["bias"] = found["bias"].to(baseline["bias"].dtype)
-    for name in found:
-        factor = OUTPUT_FACTOR if name == "out" else GRADIENT_FACTOR
-        assert_close_to_reference(found[name], oracle[name], baseline[name], factor, name)
+    return (
+        differentiate(formula, tuple(t.double() for t in tensors), doubles, dout),
+        differentiate(formula, tensors, in_dtype, dout),
+    )
 
 
 def check_operands_where_they_lie(backend: str, case: Lengths, max_seqlen: int) -> None:
