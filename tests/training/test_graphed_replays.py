@@ -16,8 +16,6 @@ from fastbert.testing.graphs import NoGraphs
 from fastbert.training.graphed import GraphedStep
 
 pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
-
-
 KINDS = ("one batch", "accumulation", "two buckets")
 
 
