@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import shutil
 from pathlib import Path
@@ -191,6 +192,7 @@ def test_two_ranks_have_the_losses_of_one(tmp_path):
     make_loop(tmp_path / "one", short()).run()
     for wrapping in WRAPPINGS:
         make_loop(tmp_path / wrapping, until(3, short())).run()
+    importlib.import_module("torch._dynamo")  # by DDP, otherwise in both
     other = mp.start_processes(run_other_rank, (2, str(tmp_path)), nprocs=1, join=False, start_method="fork")
     run_rank(0, 2, str(tmp_path))
     while not other.join():
