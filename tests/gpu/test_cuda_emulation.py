@@ -8,6 +8,8 @@ import subprocess
 import cuda_kernels as cuda
 import pytest
 
+pytestmark = pytest.mark.simulated
+
 
 def run(fault: str, order: str = "up") -> subprocess.CompletedProcess:
     program = cuda.compile_once("faults", [cuda.HERE / "cuda_faults.cpp"])

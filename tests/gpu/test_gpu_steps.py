@@ -60,7 +60,11 @@ class BakedRates(NoGraphs):
     ("graphs", "said"),
     (
         (Forgetful, r"the loss of step (\d) is another; at the end bert\S+: .* with waits: step \1: losses .*; bert"),
-        (BakedRates, r"the loss of step 2 is another; at the end bert\S+: .* with waits: step 1: bert\S+: \d+ of"),
+        pytest.param(
+            BakedRates,
+            r"the loss of step 2 is another; at the end bert\S+: .* with waits: step 1: bert\S+: \d+ of",
+            marks=pytest.mark.simulated,
+        ),
     ),
 )
 def test_a_step_that_a_graph_gets_wrong_is_named_with_its_tensor(graphs, said):
@@ -69,6 +73,7 @@ def test_a_step_that_a_graph_gets_wrong_is_named_with_its_tensor(graphs, said):
     assert re.search(said, str(error.value)), str(error.value)
 
 
+@pytest.mark.simulated
 def test_steps_that_differ_without_graphs_are_not_the_graphs_fault(monkeypatch):
     drawn, kept = iter(range(1000)), replays.set_rates
 
@@ -81,6 +86,7 @@ def test_steps_that_differ_without_graphs_are_not_the_graphs_fault(monkeypatch):
         check_capture(SMOKE)
 
 
+@pytest.mark.simulated
 def test_a_capture_that_never_is_repeated_is_seen(monkeypatch):
     """Each batch has ids beyond those of the one before, which are compared with the model's tables, op by op."""
     draw = Texts.draw

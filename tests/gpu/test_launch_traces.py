@@ -52,6 +52,7 @@ def seen(case: dict) -> dict[str, str]:
     return {kind: lines[0] if isinstance(lines, list) else str(lines) for kind, lines in found.items()}
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("name", SOUND)
 def test_what_is_captured_is_one_trace(cases, name):
     """When it is captured, and in all later steps: the same launches, nothing that a capture forbids, no memory that
@@ -61,6 +62,7 @@ def test_what_is_captured_is_one_trace(cases, name):
     assert cases[name]["runs"] == SOUND[name]
 
 
+@pytest.mark.simulated
 def test_the_host_copies_what_a_step_goes_by(cases):
     """And writes nothing else on the device: the optimizer's `steps` lie where torch's own are."""
     batches = {"one batch": [0], "bf16": [0], "accumulation": [0, 0], "two buckets": [1]}
@@ -70,6 +72,7 @@ def test_the_host_copies_what_a_step_goes_by(cases):
         assert cases[name]["host writes"] == [*copies, "aten.add_.Tensor steps"]
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("name", SOUND)
 def test_the_steps_differ_in_all_that_may_vary(cases, name):
     for steps in cases[name]["contents"]:
@@ -78,6 +81,7 @@ def test_the_steps_differ_in_all_that_may_vary(cases, name):
             assert [what for what in first if first[what] == second[what]] == []
 
 
+@pytest.mark.simulated
 def test_a_trace_has_all_kinds_of_launches(cases):
     """Kernels, the optimizer's among them, products, copies, fills, and one sum into all gradients."""
     launches = Counter()
@@ -98,6 +102,7 @@ def test_a_trace_has_all_kinds_of_launches(cases):
     assert next(casts) + 16 <= next(casts)  # of what is outside of the layers, which have one for all
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("fault", SEEN)
 def test_what_no_graph_could_repeat_is_seen(cases, fault):
     found = seen(cases[fault])
@@ -105,6 +110,7 @@ def test_what_no_graph_could_repeat_is_seen(cases, fault):
     assert all(part in found[kind] for kind, part in SEEN[fault].items()), found
 
 
+@pytest.mark.simulated
 def test_every_case_is_checked(cases):
     assert cases.keys() == {*SOUND, *SEEN}
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from full import halved, thinned
 from host_syncs import HostSyncs
 from late_device import BlocksComeBackEarly, CopiesDoNotWait, SimulatedLane, StepsDoNotWait
 from new_processes import since_now
@@ -125,6 +126,7 @@ def hangs_are_seen():
 KINDS = ({}, {"parts": 2}, {"start_step": 5}, {"by_length": True}, {"parts": 2, "start_step": 3, "by_length": True})
 
 
+@thinned(3)
 @pytest.mark.parametrize("workers", (0, 1, 2))
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind) or "plain")
 def test_batches_come_as_they_are(kind, workers, tmp_path):
@@ -138,6 +140,7 @@ def test_batches_come_as_they_are(kind, workers, tmp_path):
 ORDERS = ("at once", "late", "copies first", "steps first", "1 behind", "2 behind", "5 behind", 1, 2, 3)
 
 
+@halved
 @pytest.mark.parametrize("parts", (1, 2))
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_order_that_a_device_may_have(order, parts, tmp_path):
@@ -165,6 +168,7 @@ def test_what_is_not_waited_for_is_seen(fault, order, tmp_path):
     assert any("of step" in wrong for wrong in lane.wrong)
 
 
+@halved
 @pytest.mark.parametrize("workers", (0, 2))
 @pytest.mark.parametrize("parts", (1, 3))
 def test_a_device_two_steps_behind_is_not_waited_for(parts, workers, tmp_path):
@@ -207,6 +211,7 @@ def test_no_room_for_the_blocks(tmp_path, monkeypatch):
         Data(tmp_path).ahead(SimulatedLane("at once"), workers=2)
 
 
+@pytest.mark.full  # the blocks, shared by those that are forked in the tests above
 def test_processes_that_are_spawned(tmp_path):
     before, lane = multiprocessing.get_start_method(), SimulatedLane("late")
     multiprocessing.set_start_method("spawn", force=True)
@@ -269,6 +274,7 @@ SHAPE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "i
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
+@pytest.mark.simulated
 @pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
 def test_no_step_of_a_loop_waits(tmp_path):
     """Two steps ahead of a device, which is never asked anything: not for a value, and not to be done."""

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from embedding_tasks import PHASE, RANKING, SCORED, folder, rows, task_of, write  # noqa: F401
+from full import halved
 from hf import leaf_gradients
 from precise import assert_close_to_theirs
 from seeds import manual_seed
@@ -78,6 +79,7 @@ LOSSES = {
 }  # fmt: skip
 
 
+@halved
 @pytest.mark.parametrize("cut", ([9], [4, 3, 0, 2, 0]), ids=("whole", "parts"))
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_and_gradients(name, cut, folder):

@@ -16,6 +16,7 @@ from fastbert.testing.graphs import NoGraphs
 from fastbert.training.graphed import GraphedStep
 
 pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
+KINDS = ("one batch", "accumulation", "two buckets")
 
 
 def batches_of(kind: str, number: int) -> list:
@@ -34,8 +35,14 @@ def run(step: GraphedStep, kind: str, steps: int) -> tuple[list[float], list[tor
     return step.losses(), kept(step)
 
 
-@pytest.mark.parametrize("steps", (5, pytest.param(50, marks=pytest.mark.full)))
-@pytest.mark.parametrize("kind", ("one batch", "accumulation", "two buckets"))
+CASES = (
+    ("one batch", 3),
+    *(pytest.param(kind, 5, marks=pytest.mark.simulated) for kind in KINDS),
+    *(pytest.param(kind, 50, marks=pytest.mark.full) for kind in KINDS),
+)
+
+
+@pytest.mark.parametrize(("kind", "steps"), CASES)
 def test_replayed_steps_are_the_steps_themselves(kind, steps):
     """Batches, lengths, numbers of labels, rates, seeds and step numbers change in each. Bit for bit."""
     graphs = TapeGraphs()
@@ -66,6 +73,7 @@ def five_steps():
     return run(make_step(NoGraphs()), "one batch", 5)
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("fault", (*FAULTS, *(pytest.param(fault, marks=pytest.mark.full) for fault in OTHERS)))
 def test_what_a_graph_would_repeat_wrongly_is_seen(fault, five_steps):
     losses, left = run(make_step(TapeGraphs(), fault), "one batch", 5)

@@ -95,6 +95,7 @@ def test_a_run_looks_again_where_somebody_has_had_the_model(tmp_path):
     assert losses_of(tmp_path) == losses_of(tmp_path / "plain")
 
 
+@pytest.mark.simulated
 @pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
 def test_replayed_runs_are_those_that_run_each_step(tmp_path):
     """With dropout, on Triton's kernels: log and weights bit for bit."""

@@ -39,7 +39,7 @@ def finetune(files: dict[str, str], *arguments: object):
     return run_here("finetune", *given, *FLAGS, *arguments)
 
 
-def test_a_run_leaves_a_model_and_its_reports(files, tmp_path):
+def test_a_run_leaves_a_model_and_its_reports(files, tmp_path, chart):
     folder = tmp_path / "run"
     done = finetune(files, "--epochs", "2", "--output", folder, "--tensorboard")
     assert done.returncode == 0, done.stderr
