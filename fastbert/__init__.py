@@ -108,13 +108,10 @@ def from_pretrained(name_or_path: str, **options: Any) -> Any:
 
 
 def _imported(module: str) -> Any:
-    import sys
     from importlib import import_module
 
     from fastbert.importing import without_collector
 
-    if module in sys.modules:  # at the least another thread is importing it; to ask for what is frozen takes 10 ms
-        return import_module(module)
     with without_collector():
         return import_module(module)
 
