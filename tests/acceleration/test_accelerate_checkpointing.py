@@ -10,7 +10,7 @@ import pytest
 import torch
 from batches import make_batch
 from family_configs import config_for
-from full import halved
+from full import halved, left_to_full
 from hf import make_hf
 from seeds import manual_seed, torch_generator
 from test_accelerate import make_labels, no_fallback, one_thread, run  # noqa: F401
@@ -58,6 +58,7 @@ def train(model, checkpoints: bool, is_accelerated: bool, reentrant: bool = Fals
     return peak, [losses[-1], *(p.grad for name, p in model.named_parameters() if ".layer." in name)]
 
 
+@left_to_full(lambda p: p["dropout"] == 0.0)  # less is kept
 @pytest.mark.parametrize("dropout", (0.0, 0.1))
 def test_the_peak_of_a_step_falls(dropout, no_fallback):
     """To what one layer needs and what stands between layers; below transformers', too. Losses and gradients stay."""

@@ -8,7 +8,7 @@ import torch
 from family_configs import make_config
 from full import left_to_full
 from hf import families_axis, is_alike, make_hf
-from kinds import of_every_kind
+from kinds import of_every_kind, of_few_kinds
 from seeds import torch_generator
 from test_accelerate import assert_as_transformers, no_fallback, one_thread  # noqa: F401
 from torch import nn
@@ -90,8 +90,7 @@ def test_dropouts_that_are_left_to_transformers():
         model.train()(IDS)
 
 
-@of_every_kind()
-@left_to_full(is_alike)
+@of_few_kinds()
 @families_axis
 def test_every_dropout_drops(model_type, no_fallback):
     """Each field alone changes what training computes, and nothing of inference."""

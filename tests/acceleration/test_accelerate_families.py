@@ -15,7 +15,7 @@ import torch
 from batches import make_batch
 from family_configs import config_for, make_config
 from full import halved, left_to_full
-from hf import FAMILIES, families_axis, make_hf, make_oracle
+from hf import FAMILIES, families_axis, is_alike, make_hf, make_oracle
 from kinds import of_every_kind, of_few_kinds
 from seeds import torch_generator
 from test_accelerate import assert_as_transformers, dtype_axis, no_fallback, one_thread, run  # noqa: F401
@@ -67,6 +67,7 @@ def test_inference(model_type, pattern, dtype, no_fallback):
         assert_close_to_reference(actual[real], oracle[real].double(), near[real], GRADIENT_FACTOR)
 
 
+@left_to_full(is_alike)
 @pytest.mark.parametrize("model_type", ROTARY)
 def test_positions(model_type, no_fallback):
     model = accelerated(model_type)
@@ -92,6 +93,7 @@ def test_longer_than_the_config_says(model_type, no_fallback):
         assert_as_transformers(model, input_ids=torch.randint(3, 43, (2, 3 * longest)))
 
 
+@left_to_full(is_alike)
 @pytest.mark.parametrize("model_type", ROTARY)
 def test_frequencies_are_those_of_the_tree(model_type, no_fallback):
     """Written to, replaced, or rounded by a conversion of the model: transformers computes with what is there."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from family_configs import make_config
+from full import left_to_full
 from test_accelerate import IDS, MASK, small
 from torch import nn
 
@@ -57,6 +58,7 @@ def test_what_holds_several_models_or_none():
         fastbert.status("bert-base-uncased")
 
 
+@left_to_full(lambda p: p["wrapper"] == "compiled")  # see the last test
 @pytest.mark.parametrize("wrapper", ("peft", "compiled", "module"))
 def test_inside_of_another_librarys_module(wrapper):
     model = fastbert.accelerate(small("SequenceClassification"))
