@@ -102,6 +102,7 @@ def test_a_part_runs_and_is_not_run_again(part, template, monkeypatch):
     assert suite.run([part], replace(template, stamp={**STAMP, "kernel_hash": "another"})) == 1
 
 
+@pytest.mark.simulated
 def test_a_failing_entry_fails_its_part_alone_and_is_tried_again(template, monkeypatch):
     jobs = kernels.jobs
     few = ("pooling", "cross_entropy")

@@ -155,6 +155,7 @@ def limit_after(loop, step: int, limit) -> None:
     loop.on_log = on_log
 
 
+@left_to_full(lambda p: p["size"] == 200_000)  # as 150,000
 @pytest.mark.parametrize("size", (50_000, 150_000, 200_000))  # where it is full goes by the sizes of what is written
 def test_a_full_disk(tmp_path, file_limit, size):
     """The shard of the second checkpoint does not fit; what was written of it goes, for the disk needs the room."""

@@ -19,9 +19,10 @@ from fastbert.packed_inputs import PackedInputs
 from fastbert.training.task import Task
 
 datasets = pytest.importorskip("datasets")
-pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
-
-SMOKE = "masked"
+pytestmark = [
+    pytest.mark.skipif(triton_error() is not None, reason=str(triton_error())),
+    pytest.mark.simulated,  # test_graphed_replays.py has one tape of a loss
+]
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +66,7 @@ def run(task: Task, packed: PackedInputs, totals: list[torch.Tensor]) -> torch.T
 
 
 @left_to_full(lambda p: p["name"] in ("ranking", "order", "several labels"))  # as others, or a part of them
-@pytest.mark.parametrize(
-    "name", [name if name == SMOKE else pytest.param(name, marks=pytest.mark.simulated) for name in TASKS]
-)
+@pytest.mark.parametrize("name", TASKS)
 def test_a_replayed_loss_is_that_of_the_batch_that_is_there(name, tmp_path, text, monkeypatch):
     """Its numbers of tokens, sequences, labels and lengths are others. Bit for bit, and so are gradients."""
     task, batch = make(name, tmp_path, text)
