@@ -6,6 +6,7 @@ import pytest
 import torch
 from batches import make_batch
 from family_configs import make_config
+from full import halved
 from hf import FAMILIES, cast, hf_class, hf_config, make_oracle, make_ours, randomise
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -50,6 +51,7 @@ BAD_ROPES = (
 )
 
 
+@halved
 @pytest.mark.parametrize(("parameters", "message"), BAD_ROPES, ids=[message[:24] for _, message in BAD_ROPES])
 @ropes_axis
 def test_bad_rope_parameters(model_type, parameters, message):
@@ -151,6 +153,7 @@ def test_inverse_frequencies(kind, number):
     assert factor == pytest.approx(their_factor, rel=4 * torch.finfo(torch.float64).eps)
 
 
+@halved
 @pytest.mark.parametrize("kind", SCALINGS)
 @ropes_axis
 def test_whole_models_with_scaled_positions(model_type, kind):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from batches import make_batch
 from family_configs import config_for, make_config
+from full import halved
 from hf import hf_class, make_hf, make_ours
 from seeds import manual_seed, torch_generator
 from shares import assert_share
@@ -74,6 +75,7 @@ def by_hand(pair, inputs, labels, corrupted, replaced, weight: float):
     return loss, [{name: p.grad for name, p in m.named_parameters(remove_duplicate=False)} for m in pair]
 
 
+@halved
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pattern", ["none", "right", "holes"])
 def test_loss_and_gradients(pattern, dtype):

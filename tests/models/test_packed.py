@@ -111,6 +111,7 @@ def test_default_positions_of_packed_input(model_type, dtype):
         assert torch.equal(bounded[0], other[0]), "max_seqlen is an upper bound"
 
 
+@of_every_kind()
 @pytest.mark.parametrize("checked", (True, False))
 @families_axis
 def test_a_bound_far_above_the_truth_makes_no_larger_tables(model_type, checked, monkeypatch):

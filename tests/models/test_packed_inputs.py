@@ -9,6 +9,7 @@ import pytest
 import torch
 from batches import make_batch, make_labels
 from family_configs import CHOICES, config_for, make_config
+from full import halved
 from hf import gradients, randomise
 from seeds import manual_seed
 
@@ -58,6 +59,7 @@ def assert_same_step(model, expected: dict, packed: fastbert.PackedInputs) -> No
             assert (grad is None) == (theirs[name] is None) and (grad is None or torch.equal(grad, theirs[name])), name
 
 
+@halved
 @pytest.mark.parametrize("backend", ("auto", "torch"))
 @pytest.mark.parametrize("model_type,head", HEADS)
 def test_no_sequence_has_a_loss_of_zero_and_gradients_of_zeros(model_type, head, backend):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from batches import Batch, make_batch, make_labels
 from family_configs import CHOICES, NUM_CONFIGS, config_for, make_config
-from full import halved, left_to_full, thinned
+from full import left_to_full, thinned
 from hf import FAMILIES, MODELS, families_axis, is_left_out, make_trio, models_axis, place_of_head, random_like
 from kinds import of_every_kind_of_head
 from parity import call, check
@@ -77,7 +77,7 @@ def test_sequence_losses(model_type, kind, dtype):
     check(config, "SequenceClassification", batch, {"labels": labels}, dtype)
 
 
-@halved
+@thinned(4)
 @pytest.mark.parametrize(
     "act", ["gelu", "gelu_new", "gelu_python", "gelu_pytorch_tanh", "gelu_fast", "relu", "silu", "tanh"]
 )

