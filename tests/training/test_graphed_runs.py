@@ -46,7 +46,7 @@ def run(folder, options=FEW, graphs=None, objection=None, **changes):
     return loop
 
 
-@pytest.mark.parametrize("parts", (1, 2))
+@pytest.mark.parametrize("parts", (pytest.param(1, marks=pytest.mark.full), 2))
 def test_captured_runs_are_those_that_run_op_by_op(tmp_path, parts):
     """The same batches, rates and seeds: losses and weights by the error rule, float64 being the oracle."""
     options, said = replace(FEW, parts=parts), list[str]()

@@ -62,6 +62,7 @@ def by_hand(steps: int, folder: Path, dtype: torch.dtype = torch.float32, phase:
     raise AssertionError
 
 
+@pytest.mark.full  # test_pretraining_curves.py has them, of pairs
 def test_losses_are_those_of_transformers(tmp_path):
     loop = make_loop(tmp_path)
     loop.run()
@@ -70,7 +71,7 @@ def test_losses_are_those_of_transformers(tmp_path):
     assert_close_to_theirs(found, *(by_hand(12, tmp_path / "other", dtype) for dtype in (torch.float32, torch.float64)))
 
 
-@left_to_full(lambda p: p["parts"] == 1)
+@left_to_full(lambda p: p["options"] is whole)  # whose steps all have as many examples as parts
 @pytest.mark.parametrize("options,parts", [(whole, 1), (whole, 3), (short, 4)], ids=("whole", "parts", "short"))
 def test_parts_of_a_step_add_up(options, parts, tmp_path):
     make_loop(tmp_path / "whole", options()).run()
@@ -164,39 +165,34 @@ def test_only_the_last_checkpoints_are_kept(tmp_path):
     assert not make_loop(tmp_path / "new").resume()
 
 
-def run_rank(rank: int, size: int, folder: str) -> None:
+def run_rank(rank: int, size: int, folder: str, wrapping: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
     try:
         groups = [dist.new_group(backend="gloo") for _ in range(2)]
         world = World(rank, size, torch.device("cpu"), *groups)
-        for wrapping in WRAPPINGS:
-            loop = make_loop(Path(folder) / wrapping, short(parts=2), world, wrapping)
-            loop.resume()
-            loop.run()
+        loop = make_loop(Path(folder) / wrapping, short(parts=2), world, wrapping)
+        loop.resume()
+        loop.run()
     finally:
         dist.destroy_process_group()
 
 
-def run_other_rank(number: int, size: int, folder: str) -> None:
+def run_other_rank(number: int, size: int, folder: str, wrapping: str) -> None:
     torch.set_num_threads(1)
-    run_rank(number + 1, size, folder)
+    run_rank(number + 1, size, folder, wrapping)
 
 
-WRAPPINGS = ("ddp", "fsdp")
-
-
-def test_two_ranks_have_the_losses_of_one(tmp_path):
+@pytest.mark.parametrize("wrapping", ("ddp", pytest.param("fsdp", marks=pytest.mark.full)))
+def test_two_ranks_have_the_losses_of_one(tmp_path, wrapping):
     """And a run goes on with another number of ranks, in an epoch whose last step has too few examples for two ranks of
-    two parts each. One other process for all of it, and forked: what it would import takes longest.
+    two parts each. The other process is forked: what it would import takes longest.
     """
     make_loop(tmp_path / "one", short()).run()
-    for wrapping in WRAPPINGS:
-        make_loop(tmp_path / wrapping, until(3, short())).run()
+    make_loop(tmp_path / wrapping, until(3, short())).run()
     importlib.import_module("torch._dynamo")  # by DDP, otherwise in both
-    other = mp.start_processes(run_other_rank, (2, str(tmp_path)), nprocs=1, join=False, start_method="fork")
-    run_rank(0, 2, str(tmp_path))
+    other = mp.start_processes(run_other_rank, (2, str(tmp_path), wrapping), nprocs=1, join=False, start_method="fork")
+    run_rank(0, 2, str(tmp_path), wrapping)
     while not other.join():
         pass
     exact = by_hand(12, tmp_path / "other", torch.float64, short().phases[0])
-    for wrapping in WRAPPINGS:
-        assert_close_to_theirs(losses_of(tmp_path / wrapping), losses_of(tmp_path / "one"), exact)
+    assert_close_to_theirs(losses_of(tmp_path / wrapping), losses_of(tmp_path / "one"), exact)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from full import left_to_full
 from pretraining_runs import write_text
 from seeds import manual_seed, torch_generator
 from slack import assert_slack_adds_nothing, in_float64, step, with_slack
@@ -53,7 +52,6 @@ def loss_of(task: Task, packed: PackedInputs, totals: Totals) -> torch.Tensor:
         return task.loss(task.model, packed, totals)
 
 
-@left_to_full(lambda p: p["name"] in ("classes", "ranking", "order"))  # a part of others, or as they are
 @pytest.mark.parametrize("name", TASKS)
 def test_slack_adds_nothing(name, tmp_path, text):
     task, batch = make(name, tmp_path, text)
@@ -83,7 +81,6 @@ def test_what_a_teacher_makes_of_slack_is_not_read(tmp_path, text):
     assert not torch.equal(other[1], scores) and all(map(torch.equal, found, expected))
 
 
-@left_to_full(lambda p: p["name"] == "ranking")  # a part of "ranking both ways"
 @pytest.mark.parametrize("name", EMBEDDING)
 def test_backward_of_one_batch_is_its_loss(name, tmp_path, text):
     """Bit for bit, also under autocast, which is not for losses; with more batches slack adds nothing, either."""
