@@ -107,7 +107,7 @@ def test_a_process_of_many_models():
         del model
 
 
-@left_to_full(lambda p: p["mode"] is not torch.no_grad or p["kind"] != "bert")  # they are looked for in the same place
+@pytest.mark.full  # test_changes_after_compiling_are_seen has what needs no setting of torch's
 @cases
 def test_hooks_that_come_later_run(kind, backend, mode):
     """In eager calls; in compiled ones where torch is told to guard hooks, which it does not do by itself."""

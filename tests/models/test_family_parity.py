@@ -123,7 +123,7 @@ def test_positions_that_start_again(model_type, pattern):
 
 
 @of_every_kind()
-@thinned(6)  # test_packed.py has them in other masks
+@thinned(12)  # test_packed.py has them in other masks
 @dtype_axis
 @pytest.mark.parametrize("pattern", ["none", "right", "holes"])
 @families_axis

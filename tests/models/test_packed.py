@@ -134,7 +134,7 @@ def test_a_bound_far_above_the_truth_makes_no_larger_tables(model_type, checked,
 
 
 @of_every_kind()
-@thinned(4)
+@thinned(6)
 @pytest.mark.parametrize("pattern", MASKS)
 @families_axis
 def test_hidden_states_and_attentions(model_type, pattern):
@@ -215,7 +215,7 @@ def isolation(model, config, batch, change, head: str):
 
 
 @of_every_kind()
-@thinned(4)
+@thinned(6)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head", ["Model", "SequenceClassification", "TokenClassification"])
 @families_axis

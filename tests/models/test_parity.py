@@ -124,7 +124,7 @@ def dropout_probabilities(model, batch: Batch, monkeypatch) -> list[float]:
 
 
 @of_every_kind_of_head()
-@left_to_full(lambda p: is_left_out(p, of=3))  # those of the encoder are every head's
+@left_to_full(lambda p: is_left_out(p, of=6))  # those of the encoder are every head's
 @models_axis
 def test_every_dropout_is_where_transformers_has_it(model_type, head, monkeypatch):
     different = {"hidden_dropout_prob": 0.11, "attention_probs_dropout_prob": 0.12, "classifier_dropout": 0.13}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from batches import make_batch, make_labels
 from family_configs import config_for, make_config
-from full import left_to_full
+from full import halved, left_to_full
 from hf import make_hf, make_oracle, make_ours, make_trio, random_like
 from parity import check
 
@@ -56,6 +56,7 @@ def test_switches(terms, buckets, shared, conv, norm, dtype):
     check(config, "Model", make_batch(config, PATTERNS[number % len(PATTERNS)]), {}, dtype)
 
 
+@halved
 @pytest.mark.parametrize("model_type", ("deberta", "deberta-v2"))
 @pytest.mark.parametrize(
     "changes",
@@ -75,6 +76,7 @@ def test_other_switches(model_type, changes):
 
 
 @left_to_full(lambda p: p["length"] > 600 or (p["length"] == 600 and p["model_type"] == "deberta"))
+@halved
 @pytest.mark.parametrize("length", (1, 2, 15, 64, 65, 130, 600, 2048))
 @pytest.mark.parametrize("model_type", ("deberta", "deberta-v2", "mpnet"))
 def test_lengths(model_type, length):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from full import halved, left_to_full
+from full import left_to_full, thinned
 from hf import families_axis, is_alike
 from kinds import of_every_kind
 from seeds import manual_seed
@@ -25,7 +25,7 @@ def make(model_type: str, head: str):
     return model_class(model_type, head)(config).double().eval()
 
 
-@halved
+@thinned(4)
 @of_every_kind()
 @left_to_full(is_alike)
 @families_axis
