@@ -129,6 +129,12 @@ def test_a_limit_says_what_it_leaves_out():
     assert (made.parts == CORE).sum() == 3 + 6 + 10 + 10
 
 
+def test_an_overlap_may_be_a_share_of_a_window():
+    """Of its own length, whatever the model takes."""
+    for given, tokens in ((Windows(20), (20, 5)), (Windows(30, 0.5), (30, 15)), (Windows(), (64, 16))):
+        assert given.tokens(64) == tokens
+
+
 @pytest.mark.parametrize(
     "given,message",
     (
