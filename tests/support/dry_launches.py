@@ -35,12 +35,9 @@ LARGEST_GRID = (2**31 - 1, 65535, 65535)
 
 
 class DryDriver:
-    """A GPU of one architecture that loads whatever is given to it and runs nothing. counts: what is launched, which
-    takes as long as a launch.
-    """
+    """A GPU of one architecture that loads whatever is given to it, runs nothing, and counts what is launched."""
 
-    def __init__(self, capability: int, counts: bool = True):
-        self.counts = counts
+    def __init__(self, capability: int):
         self.target, self.utils = GPUTarget("cuda", capability, 32), self
         self.launches: Counter[str] = Counter()
         self.compiled: Counter[str] = Counter()
@@ -74,7 +71,7 @@ class DryDriver:
         names = source.fn.arg_names
         constants = {names[path[0]]: value for path, value in source.constants.items()}
         self.loading = f"{source.name} {source.signature.get('q_ptr', '')} {constants} {metadata.num_warps} warps"
-        return partial(self.launch, source.name) if self.counts else "".format
+        return partial(self.launch, source.name)
 
     def launch(self, name: str, x: int, y: int, z: int, *others) -> None:
         for size, limit in zip((x, y, z), LARGEST_GRID, strict=True):
@@ -176,9 +173,9 @@ def pad_and_pack() -> None:
         model(inputs_embeds=embeds, attention_mask=mask).last_hidden_state.sum().backward()
 
 
-def as_gpu(capability: int, counts: bool = True) -> DryDriver:
+def as_gpu(capability: int) -> DryDriver:
     """From here on the Triton kernels take tensors on the CPU, as on a GPU of that architecture."""
-    dry = DryDriver(capability, counts)
+    dry = DryDriver(capability)
     driver.set_active(dry)
     blocks._majors[torch.device("cpu")] = dry.target.arch // 10
     for op, table in SUPPORTS.items():  # whose reason is that tensors are on a CPU
