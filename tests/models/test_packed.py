@@ -9,15 +9,7 @@ import torch
 from batches import make_batch, make_labels, token_level
 from family_configs import CHOICES, config_for, has_rotary, make_config, measures_by_columns
 from full import halved, left_to_full, thinned
-from hf import (
-    families_axis,
-    gradients,
-    is_left_out,
-    make_trio,
-    models_axis,
-    random_like,
-    randomise,
-)
+from hf import families_axis, gradients, is_left_out, make_trio, models_axis, random_like, randomise
 from kinds import of_every_kind, of_every_kind_of_head
 
 import fastbert

@@ -150,6 +150,7 @@ def test_calibration(tmp_path):
 @left_to_full(lambda p: p["compiler"] == "inductor")  # ours ends where the graph does; test_compile.py runs inductor
 @pytest.mark.parametrize("compiler", ("aot_eager", "inductor"))
 def test_compiles_into_one_graph(compiler):
+    torch.compiler.reset()
     plain, cu_seqlens = make(index=2).float(), torch.tensor([0, 5, 5, 12], dtype=torch.int32)
     model = fastbert.quantize(copy.deepcopy(plain))
     ids = torch.randint(5, model.config.vocab_size, (12,))

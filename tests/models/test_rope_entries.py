@@ -54,11 +54,12 @@ PLACES = [(name, "flat") for name in ROPES if name != "modernbert"]
 PLACES += [("modernbert", "full_attention"), ("modernbert", "sliding_attention")]
 
 
-# The places share the code that reads these: each has every twelfth.
+# The places share the code that reads these: each has every twelfth, those that saw past faults among them.
 @left_to_full(
     lambda p: (
         (PLACES.index((p["model_type"], p["place"])) + list(TYPES).index(p["kind"]) + list(ENTRIES).index(p["entry"]))
         % 12
+        != 6
     )
 )
 @pytest.mark.parametrize("entry", ENTRIES)
