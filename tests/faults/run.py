@@ -4,9 +4,10 @@
     python tests/faults/run.py data-pad-counted serve-late    some, by the names of their files
     python tests/faults/run.py --seen-by-only                 no more than the tests that a patch names
 
-Each patch in this folder is one fault that fastbert once had, as it would be in today's code. Its first lines say what
-goes wrong for the user, which commit mended it (`Mended by:`), and which tests are the first to ask (`Seen by:`). Where
-these pass, the rest of the default suite is asked. The exit status is 1 when nothing sees a fault.
+Each patch in this folder is one fault that fastbert once had, as it would be in today's code; or, where no past fault
+was near, one that it never had ("never made"). Its first lines say what goes wrong for the user, which commit mended it
+(`Mended by:`), and which tests are the first to ask (`Seen by:`). Where these pass, the rest of the suite is asked, but
+for what `make test-full` has. The exit status is 1 when nothing sees a fault.
 
 The checkout itself is not touched: its files are copied to build/faults, and the patch is applied there. That folder
 is kept. Compiler commands hold the folder's name, so the first patch of csrc/ compiles everything; later ones, and
