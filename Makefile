@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 FIRST_IMPORTS := import torch, transformers.models.bert.modeling_bert
 SOURCES := setup.py build_backend.py fastbert/native/recipe.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
-.PHONY: demo test checked lint type format docs unit facts simulated test-full sanitize fuzz bench bench-ops gpu gpu-stale clean help
+.PHONY: demo test checked lint type format docs unit facts simulated test-full sanitize fuzz bench bench-ops gpu clean help
 
 help:           ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 12
@@ -93,9 +93,6 @@ build/.gpu-extension: $(SOURCES)
 	@$(PYTHON) setup.py build_ext --inplace > build/gpu-extension.log 2>&1 || tail -n 20 build/gpu-extension.log
 	@grep "^ *fastbert: " build/gpu-extension.log | tail -n 1
 	@touch $@
-
-gpu-stale: $(VENV)/.installed  ## do the committed GPU results belong to the present kernels?
-	@$(BIN)/python -m benchmarks.gpu --stale
 
 $(VENV)/.installed-docs: $(VENV)/.installed
 	@echo "installing what makes the documentation ..."

@@ -1,4 +1,4 @@
-"""Which sources, commit and machine a GPU result comes from, and whether the committed results are still current."""
+"""Which sources, commit and machine a GPU result comes from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
@@ -108,50 +107,3 @@ IDENTITY = (
 
 def same_run(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(one.get(key) == other.get(key) for key in IDENTITY)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Stale or not
-
-
-def gpu_results(paths: Iterable[Path]) -> list[tuple[Path, dict[str, Any]]]:
-    """Those of `paths` that are a part's results from a GPU."""
-    found = []
-    for path in paths:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(content, dict) and "part" in content and content.get("stamp", {}).get("gpu"):
-            found.append((path, content))
-    return found
-
-
-def committed_results(results: Path = RESULTS) -> list[Path]:
-    """results/*/*.json that git knows; without git, those that are there."""
-    files = sorted(results.glob("*/*.json"))
-    known = _output("git", "ls-files", "--full-name", "--", str(results))
-    if known is None:
-        return files
-    names = set(known.splitlines())
-    return [f for f in files if f.resolve().relative_to(ROOT).as_posix() in names]
-
-
-def staleness(paths: Iterable[Path], sources: dict[str, str]) -> tuple[bool, str]:
-    """(whether the newest GPU results belong to these sources, what to say)."""
-    found = gpu_results(paths)
-    if not found:
-        return False, "no GPU results yet"
-    newest = max(found, key=lambda item: item[1]["stamp"]["time"])[0].parent
-    present = kernel_hash(sources)
-    stale: dict[str, set[str]] = {}
-    for path, content in found:
-        if path.parent == newest and content["stamp"]["kernel_hash"] != present:
-            stale[content["part"]] = changed_files(content["stamp"]["sources"], sources)
-    if not stale:
-        return True, f"{newest.name}: GPU results are those of the present kernels ({present})"
-    lines = [f"{newest.name}: GPU results are stale (kernels are {present} now)"]
-    lines += [f"  {part}: {', '.join(sorted(files))}" for part, files in sorted(stale.items())]
-    return False, "\n".join(lines)
-
-
-def changed_files(then: dict[str, str], now: dict[str, str]) -> set[str]:
-    """Files that were changed, added or removed."""
-    return {name for name in {*then, *now} if then.get(name) != now.get(name)}

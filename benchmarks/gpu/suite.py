@@ -4,7 +4,7 @@ A part whose results of this commit, these kernels and this machine are there is
 goes on where it was, in another `--output` too: what the default folder has is taken over, and the copy below build/.
 What Triton and Inductor compile is kept there as well, so that the next command finds it. `--smoke` runs the parts on
 small sizes, on a CPU too, with Triton's interpreter: its numbers mean nothing, its checks do. `--part cpu` needs no
-GPU. `--stale` asks whether the committed results belong to the present kernels.
+GPU. `git diff --stat COMMIT -- kernels csrc fastbert/ops` says what has changed since a result's commit.
 """
 
 from __future__ import annotations
@@ -209,13 +209,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="run what is done already, too")
     parser.add_argument("--smoke", action="store_true", help="small sizes, on a CPU too")
     parser.add_argument("--commit", help="of the sources, where they came without their git folder")
-    parser.add_argument("--stale", action="store_true", help="are the committed results the present kernels'?")
     parser.add_argument("--inside", choices=list(PARTS), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.stale:
-        is_current, line = stamps.staleness(stamps.committed_results(), stamps.source_hashes())
-        _say(line)
-        return 0 if is_current else 1
     parts = args.part or [name for name, part in PARTS.items() if not part.is_extra]
     has_gpu = torch.cuda.is_available()
     if not has_gpu and not args.smoke and not {*([args.inside] if args.inside else parts)} <= {*NO_GPU}:
