@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import types
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import pytest
@@ -12,6 +14,7 @@ from test_graphs import ON_GPU, make_model
 from fastbert import cuda_graphs
 from fastbert.cuda_graphs import StaticBatch, bucket_of
 from fastbert.packed_inputs import ModelInputs
+from fastbert.training.graphed.capture import CudaGraphs
 
 
 @pytest.fixture
@@ -121,3 +124,38 @@ def test_a_capture_that_fails_leaves_the_caller_on_its_stream(monkeypatch, cuda,
         with pytest.raises(RuntimeError, match="during capture"):
             cuda_graphs.Captured(model.encode, static, cuda_graphs.Turns(model.device))
         assert cuda.current.name == "current" and not cuda_graphs.capturing.locked()
+
+
+class Kept:
+    """A graph that says whether it was let go of."""
+
+    is_there = True
+
+    def reset(self):
+        self.is_there = False
+
+
+def of_inference() -> tuple[Kept, Callable[[], None]]:
+    captured = cuda_graphs.Captured.__new__(cuda_graphs.Captured)
+    captured.graph, captured.turns = Kept(), types.SimpleNamespace(done=types.SimpleNamespace(synchronize=lambda: None))
+    return captured.graph, captured.free
+
+
+def of_training() -> tuple[Kept, Callable[[], None]]:
+    graphs = CudaGraphs()
+    graphs._graphs.append(Kept())
+    return graphs._graphs[0], graphs.free
+
+
+@pytest.mark.parametrize("make", (of_inference, of_training))
+def test_nothing_is_freed_while_another_is_captured(monkeypatch, make):
+    """One lock for all graphs of the process."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    graph, free = make()
+    thread = threading.Thread(target=free)
+    with cuda_graphs.capturing:
+        thread.start()
+        thread.join(0.05)
+        assert thread.is_alive() and graph.is_there
+    thread.join(10)
+    assert not thread.is_alive() and not graph.is_there
