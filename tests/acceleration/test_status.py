@@ -84,6 +84,7 @@ def test_calls_of_threads_are_counted():
     assert fastbert.status(model).packed == 101
 
 
+@pytest.mark.full
 def test_calls_in_a_compiled_model_are_counted():
     model = fastbert.accelerate(small())
     compiled = torch.compile(model, backend="eager")

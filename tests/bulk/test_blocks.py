@@ -227,6 +227,7 @@ def test_bad_places(source, tmp_path):
         plan_of(source, out)
 
 
+@pytest.mark.full
 def test_the_command_line_refuses_what_cannot_be(source, tmp_path, model):
     ray = ("--engine", "ray", "--model", model)
     assert "--workers is for --engine ray" in fails(

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from family_configs import config_for, make_config
-from full import left_to_full
+from full import halved, left_to_full
 from hf import FAMILIES, families_axis, hf_class, hf_config, make_hf, make_ours
 from precise import assert_as_theirs
 from safetensors.torch import load_file, save_file
@@ -180,6 +180,7 @@ def test_unequal_parts(index, monkeypatch, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+@halved
 @families_axis
 def test_config_entries_are_kept(model_type, tmp_path):
     """What transformers writes into config.json, with entries that nobody knows: after loading and saving the same."""

@@ -87,6 +87,7 @@ def is_taken_by_others(p) -> bool:
     return p["more"] < 0 or (p["head"] == "TokenClassification" and p["role"] != "word") or is_left_out(p, of=8)
 
 
+@halved
 @of_every_kind()
 @left_to_full(is_taken_by_others)
 @pytest.mark.parametrize("more", (-1, 7))

@@ -72,6 +72,7 @@ def write_csv(path, header, rows):
     return path
 
 
+@pytest.mark.full
 def test_pairs_with_scores_judge_encoders_and_rerankers(tmp_path):
     folder, reranker = (
         tiny.write_model(tmp_path / "encoder"),

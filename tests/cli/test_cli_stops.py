@@ -197,6 +197,7 @@ def test_streams_that_are_closed_or_full(tmp_path, model):
         assert (done.returncode, done.stdout, done.stderr) == (2, "", ""), streams
 
 
+@pytest.mark.full
 def test_what_is_printed_does_not_get_into_the_file(tmp_path, model, source, whole):
     """Without stdout and stderr, the next file that is opened would be number 1 or 2."""
     out = tmp_path / "out.npy"

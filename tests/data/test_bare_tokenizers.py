@@ -93,6 +93,7 @@ def random_texts(count: int, seed: int) -> list[str]:
 
 
 # Small ones have all that the others' files may hold; a real spm.model has a table of its own for characters.
+@pytest.mark.full
 @left_to_full(lambda p: p["model_type"] != "deberta-v2")
 @pytest.mark.parametrize("count", (pytest.param(80, id="some"), pytest.param(10_000, id="all", marks=pytest.mark.full)))
 @families

@@ -102,6 +102,7 @@ def test_same_spearman_on_sts(sts, sts_vectors):
     assert ours > 0.85  # and the model is the real one
 
 
+@pytest.mark.full
 def test_bfloat16(minilm, shipped):
     texts, _, their = shipped
     encoder = SentenceEncoder.from_pretrained(minilm, dtype="bfloat16", device="cpu")

@@ -177,6 +177,7 @@ def exported(head: str, how: str, folder):
     return torch.from_numpy(first)[real], oracle[real], near[real]
 
 
+@pytest.mark.full
 @left_to_full(lambda p: p["how"] == "onnx" or p["head"] != "SequenceClassification")  # the graph is export's, or a part
 @pytest.mark.parametrize("how", ("export", "trace", "onnx"))
 @pytest.mark.parametrize("head", HEADS)

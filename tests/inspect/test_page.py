@@ -51,7 +51,7 @@ def test_hostile_text_stays_text():
     assert not re.search(r"(?:src|href)=|https?://(?!www\.w3\.org)|import ", page.html())
 
 
-@pytest.mark.parametrize("tokens,limit", [(64, 3e6), (512, 12e6)])
+@pytest.mark.parametrize("tokens,limit", [(64, 3e6), pytest.param(512, 12e6, marks=pytest.mark.full)])
 def test_weights_and_size(tokens, limit):
     given, page = maps(tokens), inspect.Page("a page")
     page.add_attention([f"token {i}" for i in range(tokens)], given)

@@ -159,6 +159,7 @@ def test_labels_go_by_the_decoder_and_the_classifier():
         model(ids, labels=ids * 9)
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_unchecked_and_compiled_models_raise_on_a_cpu(unchecked):
     """By the op itself, since nobody looks before."""

@@ -8,7 +8,7 @@ from copy import deepcopy
 import pytest
 import torch
 from family_configs import config_for, make_config
-from full import halved, left_to_full
+from full import halved, left_to_full, thinned
 from hf import make_hf, make_ours, random_like
 from kinds import of_every_kind
 from seeds import torch_generator
@@ -80,7 +80,7 @@ def run(model: nn.Module, how: str) -> list[torch.Tensor]:
 
 
 @of_every_kind()
-@halved
+@thinned(4)
 @pytest.mark.parametrize("options,how", ((NO_WEIGHT, "no_grad"), (NO_WEIGHT, "gradients"), (NO_BIAS, "gradients")))
 @pytest.mark.parametrize("model_type,where", PLACES)
 def test_a_layer_norm_without_weights_is_what_torch_makes_of_it(model_type, where, options, how):
@@ -95,6 +95,7 @@ def test_a_layer_norm_without_weights_is_what_torch_makes_of_it(model_type, wher
         assert_close_to_reference(out, exact, plain, GRADIENT_FACTOR, f"{path}, {how}")
 
 
+@pytest.mark.full
 @left_to_full(lambda p: p["options"] is NO_BIAS)  # a part of NO_WEIGHT
 @pytest.mark.parametrize("options", (NO_WEIGHT, NO_BIAS))
 def test_a_compiled_model_has_such_a_layer_norm_too(options):

@@ -82,6 +82,7 @@ def run(model) -> torch.Tensor:
     return model(IDS).last_hidden_state
 
 
+@pytest.mark.full
 @left_to_full(lambda p: (p["kind"], p["backend"]) == ("bert", "auto"))  # which a process of many models runs
 @cases
 def test_two_models_share_no_weights(kind, backend, mode):

@@ -215,6 +215,7 @@ def test_forward_names_what_the_trainer_looks_for():
             assert set(labels) <= set(inspect.signature(kind.forward).parameters), kind
 
 
+@pytest.mark.full
 def test_a_class_that_is_only_looked_for_and_a_process_without_transformers():
     program = """
         import importlib.util, pickle, sys

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from draw import Draw
-from full import left_to_full, triton_left_to_simulated
+from full import halved, left_to_full, triton_left_to_simulated
 from isas import backend_with_isa
 from op_case import LAYOUTS, isolation, products_mix_rows
 from op_cases import OPS
@@ -136,6 +136,7 @@ def test_against_the_formula(op, backend, dtype):
             one.case.compare(one.seed)
 
 
+@halved
 @triton_left_to_simulated
 @left_to_full(has_tests_of_its_own)
 @left_to_full(is_met_in_the_other_dtype)
@@ -199,6 +200,7 @@ def test_torch_runs_torch_alone(op):
     assert not recorded.calls
 
 
+@halved
 @triton_left_to_simulated
 @left_to_full(has_tests_of_its_own)
 @once
@@ -213,6 +215,7 @@ def test_opcheck(op, backend):
             torch.library.opcheck(function, args, kwargs)
 
 
+@halved
 @pytest.mark.parametrize(("op", "backend"), TRACED)
 def test_compiles_into_one_graph_with_the_same_bits(op, backend):
     with drawn(op, backend, torch.float32) as cases:

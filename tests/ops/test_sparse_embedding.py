@@ -96,6 +96,7 @@ def test_own_classes_refuse_gradients_by_counts_of_padding(table):
     ours(IDS[None])
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_compiled_they_are_still_sparse():
     model, _ = two_models("own")

@@ -163,6 +163,7 @@ def test_a_prompt_that_is_not_pooled(tmp_path, modes):
     assert not np.allclose(ours.encode(TEXTS, prompt="who ran? "), ours.encode(TEXTS))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("processes", (1, pytest.param(2, marks=pytest.mark.full)))  # each imports all that there is
 def test_a_pool_gives_the_same_bits(ours, processes, one_thread):
     """Workers get chunks in the order of the texts: the same batches, so the same bits. With as many threads on both

@@ -49,6 +49,7 @@ def test_the_same_bodies_are_refused(body, monkeypatch):
     )
 
 
+@pytest.mark.full
 def test_a_server_without_what_only_makes_it_faster(tmp_path):
     """A process that cannot import orjson or uvloop gives the answers of one that can."""
     model, answers = tiny.write_model(tmp_path / "model"), []

@@ -47,8 +47,9 @@ class CoreSeconds:
 
     def pytest_runtest_logreport(self, report):
         spent = self.spent[report.nodeid.partition("::")[0]]
-        spent[0] += report.core_seconds
-        spent[1] += report.core_seconds if report.when == "setup" else 0.0
+        core_seconds = vars(report).get("core_seconds", 0.0)  # a worker that died has none
+        spent[0] += core_seconds
+        spent[1] += core_seconds if report.when == "setup" else 0.0
         spent[2] += report.when == "call"
 
     def of_folders(self) -> dict[str, list[float]]:

@@ -140,7 +140,7 @@ def test_batches_come_as_they_are(kind, workers, tmp_path):
 ORDERS = ("at once", "late", "copies first", "steps first", "1 behind", "2 behind", "5 behind", 1, 2, 3)
 
 
-@halved
+@thinned(4)
 @pytest.mark.parametrize("parts", (1, 2))
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_order_that_a_device_may_have(order, parts, tmp_path):

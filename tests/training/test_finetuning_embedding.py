@@ -157,6 +157,7 @@ def test_parts_have_the_same_dropout_twice(tmp_path):
 STEPS, BATCH = 20, 8
 
 
+@pytest.mark.full
 def test_a_run_has_the_losses_of_sentence_transformers_trainer(folder, tmp_path):
     datasets = pytest.importorskip("datasets")
     data = rows(RANKING[:3], 40)

@@ -42,6 +42,7 @@ CASES = (
 )
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize(("kind", "steps"), CASES)
 def test_replayed_steps_are_the_steps_themselves(kind, steps):
     """Batches, lengths, numbers of labels, rates, seeds and step numbers change in each. Bit for bit."""

@@ -128,6 +128,7 @@ DRY_RUN = """
 """
 
 
+@pytest.mark.full
 def test_what_a_dry_run_need_not_wait_for(files, tmp_path):
     """Half a second for checkpoints, as much for an optimizer, and the collector's rounds, longer than each."""
     given = [word for name, value in files.items() for word in (f"--{name}", value)]
