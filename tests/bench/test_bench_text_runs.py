@@ -140,6 +140,7 @@ def without_processes(monkeypatch):
 TINY = ["--model", "tiny", "--contestants", "fastbert", "--rounds", "1", "--threads", "1"]
 
 
+@pytest.mark.full
 def test_a_worker_in_a_process_of_its_own(tmp_path):
     task = {"action": "bound", "folder": str(tmp_path), "threads": 1, "precision": "float32", "weights": 10**5}
     process = competition.ContestantProcess(task, WORKER)

@@ -60,6 +60,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "families",
     (
