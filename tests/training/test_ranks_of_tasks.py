@@ -77,16 +77,19 @@ def rank_of(rank: int, size: int, folder: Path, tasks: dict[str, tuple[int, ...]
 
 
 def check(folder: Path, tasks: dict[str, tuple[int, ...]], wrapping: str, backend: str) -> None:
+    """One process goes first: it makes the vocabulary that ranks then find, as rank 0 does in a run."""
     write_text(folder / "text.txt")
+    runs = runs_in(folder, tasks, wrapping)
+    alone = [run._replace(parts=1, folder=folder / f"{run.name}-{run.parts}-alone") for run in runs]
+    with use_backend(backend):
+        for one in alone:
+            one.train(ALONE)
     mp.spawn(rank_of, (2, folder, tasks, wrapping, backend), nprocs=2)
-    for run in runs_in(folder, tasks, wrapping):
-        alone = run._replace(parts=1, folder=folder / f"{run.name}-{run.parts}-alone")
-        with use_backend(backend):
-            alone.train(ALONE)
-        expected = losses_of(alone.folder)
+    for run, one in zip(runs, alone, strict=True):
+        expected = losses_of(one.folder)
         assert len(set(expected)) == STEPS
         assert losses_of(run.folder) == pytest.approx(expected, abs=2e-5), run
-        weights, right = torch.load(run.folder / "weights.pt"), torch.load(alone.folder / "weights.pt")
+        weights, right = torch.load(run.folder / "weights.pt"), torch.load(one.folder / "weights.pt")
         assert weights.keys() == right.keys()
         for name, weight in right.items():  # Adam divides by the gradients' size: those of rounding differ by more
             assert (weights[name] - weight).abs().max() <= 1e-4, (run, name)
