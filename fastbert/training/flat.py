@@ -25,8 +25,12 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _GRAD = attrgetter("grad")
 
 
-def optimizer_unsupported(optimizer: Any, names: Mapping[Any, str] = MappingProxyType({})) -> str | None:
-    """Why no step of this optimizer can go over flat buffers. names: of weights, for the reason."""
+def optimizer_unsupported(
+    optimizer: Any, names: Mapping[Any, str] = MappingProxyType({}), counts_steps: bool = True
+) -> str | None:
+    """Why no step of this optimizer can go over flat buffers. names: of weights, for the reason. counts_steps: whether
+    the weights' numbers of steps are compared, each of which is a wait for a GPU.
+    """
     if not isinstance(optimizer, torch.optim.AdamW):
         return f"the optimizer is a {type(optimizer).__name__}, and AdamW is the one whose steps can be captured"
     first, *others = optimizer.param_groups
@@ -47,6 +51,8 @@ def optimizer_unsupported(optimizer: Any, names: Mapping[Any, str] = MappingProx
             return f"{names.get(p, 'a weight')} is not contiguous"
         if not p.requires_grad:
             return "a weight of the optimizer takes no gradient"
+    if not counts_steps:
+        return None
     counts = {float(optimizer.state[p]["step"]) if optimizer.state.get(p) else 0.0 for p in weights}
     return "the weights have taken different numbers of steps" if len(counts) > 1 else None
 

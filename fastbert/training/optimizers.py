@@ -222,7 +222,9 @@ class AdamW(_WithoutDynamo, torch.optim.AdamW):
             for p in group["params"]:
                 if p.grad is None or type(p.grad) is not torch.Tensor or p.grad.is_sparse:
                     return "a weight has no gradient, or one that is not dense"
-        return optimizer_unsupported(self)
+        flat = self._flat  # whose weights step together
+        is_flat = flat is not None and flat.is_of(self) and flat.is_current()
+        return optimizer_unsupported(self, counts_steps=not is_flat)
 
     def clip_and_step_flat(self, max_norm: float) -> torch.Tensor:
         """A step over flat buffers, which take the weights' gradients; returns their norm, float32 ().

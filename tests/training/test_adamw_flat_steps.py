@@ -9,6 +9,7 @@ import torch
 from seeds import manual_seed
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastbert.testing.numerics import assert_close_to_reference
 from fastbert.training import optimizers
@@ -145,6 +146,29 @@ def test_hooks_of_all_optimizers_are_called():
     finally:
         handle.remove()
     assert called == [(optimizer, (optimizer,), {})]
+
+
+class Waits(TorchDispatchMode):
+    """Counts what a GPU would be waited for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_only_the_first_step_asks_how_many_there_were():
+    """Of each weight, on the device."""
+    model, optimizer = make()
+    counts = []
+    for _ in range(3):
+        give(model, gradients_of(make()[0]))
+        with Waits() as waits:
+            assert optimizer.flat_unsupported() is None
+        optimizer.clip_and_step_flat(0.0)
+        counts.append(waits.count)
+    assert counts == [6, 0, 0]
 
 
 def test_a_step_that_is_not_on_a_cpu_takes_it(monkeypatch):
