@@ -92,8 +92,10 @@ def clip_and_step(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Te
     if isinstance(optimizer, AdamW):
         if is_on_cpu(parameters):
             return optimizer.clip_and_step(max_norm)
-        if first_to_serve("adamw_flat", parameters[0]) is not None and optimizer.flat_unsupported() is None:
-            return optimizer.clip_and_step_flat(max_norm)
+        if first_to_serve("adamw_flat", parameters[0]) is not None:
+            norm = optimizer.clip_and_step_flat(max_norm)
+            if norm is not None:
+                return norm
     return _clip_then_step(optimizer, parameters, max_norm)
 
 
@@ -216,31 +218,29 @@ class AdamW(_WithoutDynamo, torch.optim.AdamW):
             for group in self.param_groups
         )
 
-    def flat_unsupported(self) -> str | None:
-        """Why this step cannot go over flat buffers."""
+    def clip_and_step_flat(self, max_norm: float) -> torch.Tensor | None:
+        """A step over flat buffers, which take the weights' gradients; returns their norm, float32 ().
+
+        None where these weights, gradients or options need torch's own step: nothing has changed then.
+        """
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None or type(p.grad) is not torch.Tensor or p.grad.is_sparse:
-                    return "a weight has no gradient, or one that is not dense"
-        flat = self._flat  # whose weights step together
-        is_flat = flat is not None and flat.is_of(self) and flat.is_current()
-        return optimizer_unsupported(self, counts_steps=not is_flat)
-
-    def clip_and_step_flat(self, max_norm: float) -> torch.Tensor:
-        """A step over flat buffers, which take the weights' gradients; returns their norm, float32 ().
-
-        Nobody calls it where `flat_unsupported` gives a reason.
-        """
-        if self._flat is None or not self._flat.is_of(self):
+                    return None
+        flat = self._flat if self._flat is not None and self._flat.is_of(self) else None
+        is_current = flat is not None and flat.is_current()
+        if optimizer_unsupported(self, counts_steps=not is_current) is not None:
+            return None
+        if flat is None:
             self._flat = None  # its memory goes before the new one's comes
-            self._flat = FlatOptimizer(self)
-        elif not self._flat.is_current():
-            self._flat.adopt()
+            flat = self._flat = FlatOptimizer(self)
+        elif not is_current:
+            flat.adopt()
         self._opt_called = True  # torch's schedulers ask whether there was a step before theirs
-        self._flat.take_gradients()
-        self._flat.begin([])
-        norm = self._flat.step(max_norm)
-        self._flat.count_step()
+        flat.take_gradients()
+        flat.begin([])
+        norm = flat.step(max_norm)
+        flat.count_step()
         for hook in _global_optimizer_post_hooks.values():  # with one of its own, it does not come here
             hook(self, (self,), {})
         return norm
