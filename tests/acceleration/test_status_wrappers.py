@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from family_configs import config_for
-from full import halved, left_to_full
+from full import halved, left_to_full, thinned
 from hf import make_hf, make_ours
 from test_accelerate import IDS, MASK, small
 from torch import distributed as dist
@@ -134,6 +134,8 @@ WRAPPERS: dict[str, Callable] = {
 IN_GROUPS = ("DistributedDataParallel", "fully_shard")
 IN_GRAPHS = ("torch.compile", "compile in place")
 ONE_GRAPH = ("torch.compile", "own", "Model")
+# What of a wrapper goes by the kind of the model shows in others of them.
+LIKE_OTHERS = ("own module", "DataParallel", "Accelerate, twice", "Accelerate's hooks", "PEFT", "copied in Accelerate")
 
 
 def base_of(model: nn.Module) -> nn.Module:
@@ -159,7 +161,7 @@ def is_slow(p: dict) -> bool:
 
 
 @halved
-@left_to_full(is_slow)
+@left_to_full(lambda p: is_slow(p) or (p["kind"] == "own" and p["name"] in LIKE_OTHERS))
 @pytest.mark.parametrize("head", ("Model", HEAD))
 @pytest.mark.parametrize("kind", ("accelerated", "own"))
 @pytest.mark.parametrize("name", WRAPPERS)
@@ -191,7 +193,7 @@ ACCELERATE = {"Accelerate, bf16", "Accelerate, bf16, unwrapped", "Accelerate, tw
 REPLACED = {"own forward", "Accelerate's hooks", *ACCELERATE}
 
 
-@halved
+@thinned(3)  # each wrapper has one of the heads
 @left_to_full(is_slow)
 @pytest.mark.parametrize("head", ("Model", HEAD, "TokenClassification"))
 @pytest.mark.parametrize("name", [name for name in WRAPPERS if name != "functional_call"])

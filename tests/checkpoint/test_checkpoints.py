@@ -81,11 +81,11 @@ def file_keys(folder) -> set[str]:
 
 def is_taken_by_others(p) -> bool:
     """Untied tables are the base models' and those of heads that could be tied, every third time, as tied ones are: so
-    each family comes. Other heads come every eighth time.
+    each family comes. Other heads come every sixteenth time.
     """
     if (p["model_type"], p["head"]) in TIED or p["head"] == "Model":
         return is_left_out(p, p["index"] // 2, of=3)
-    return p["index"] == 2 or is_left_out(p, of=8)
+    return p["index"] == 2 or is_left_out(p, of=16)
 
 
 @left_to_full(is_taken_by_others)
