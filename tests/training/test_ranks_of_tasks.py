@@ -88,7 +88,8 @@ def check(folder: Path, tasks: dict[str, tuple[int, ...]], wrapping: str, backen
     for run, one in zip(runs, alone, strict=True):
         expected = losses_of(one.folder)
         assert len(set(expected)) == STEPS
-        assert losses_of(run.folder) == pytest.approx(expected, abs=2e-5), run
+        # Of a loss of 134 the last bit is 1.5e-5.
+        assert losses_of(run.folder) == pytest.approx(expected, rel=1e-6, abs=2e-5), run
         weights, right = torch.load(run.folder / "weights.pt"), torch.load(one.folder / "weights.pt")
         assert weights.keys() == right.keys()
         for name, weight in right.items():  # Adam divides by the gradients' size: those of rounding differ by more

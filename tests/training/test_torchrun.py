@@ -70,7 +70,7 @@ def test_two_ranks_train_and_go_on_as_one_process(wrapping, lora, folder):
     options = ("--steps", 6, "--save-every", 3, "--lora-rank", lora)
     finetune(folder, "one", *options)
     finetune(folder, "two", *options, "--wrapping", wrapping, start=TORCHRUN)
-    assert losses_of(folder / "two") == pytest.approx(losses_of(folder / "one"), abs=1e-5)
+    assert losses_of(folder / "two") == pytest.approx(losses_of(folder / "one"), rel=1e-6, abs=1e-5)
     # Outputs, not weights: of a key's bias, which changes no output, Adam makes steps out of rounding.
     torch.testing.assert_close(logits(folder / "two"), logits(folder / "one"), atol=1e-4, rtol=0)
     assert (folder / "two/adapter/adapter_model.safetensors").exists() == bool(lora)
