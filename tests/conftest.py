@@ -61,7 +61,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     is_whole = config.args == config.getini("testpaths") and not config.option.keyword
     config.pluginmanager.register(
-        CoreSeconds(config.option.core_seconds, is_whole and "not full" in config.option.markexpr)
+        CoreSeconds(config.option.core_seconds, is_whole and "not simulated" in config.option.markexpr)
     )
 
 
