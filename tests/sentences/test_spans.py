@@ -33,7 +33,7 @@ def questions(count: int) -> list[tuple[str, str]]:
     return [("who sat on the mat ?"[: 3 + i % 18], " ".join(words)) for i, words in enumerate(documents(count + 1)[1:])]
 
 
-def write_answering_model(folder) -> Path:
+def write_answering_model(folder: Path) -> Path:
     """The first of several drawn models that finds no answer in some texts: many find one in every text."""
     texts = questions(20)
     for seed in range(60):
