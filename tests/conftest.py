@@ -33,6 +33,7 @@ import judging
 from core_seconds import CoreSeconds
 from full import mark_those_left_to_full
 from seeds import SEED, manual_seed
+from torch import distributed as dist
 
 import fastbert
 from fastbert.testing import interpreter
@@ -148,6 +149,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group of one: reducers and sharded modules are the same as with several."""
+    if not dist.is_gloo_available():
+        pytest.skip("torch.distributed is without gloo")
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

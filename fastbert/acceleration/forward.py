@@ -29,7 +29,7 @@ from fastbert.errors import ConfigError, InputError
 from fastbert.families.schema import Family
 from fastbert.layers.encoder import run_layer
 from fastbert.layers.leaves import get_leaf, parent_of
-from fastbert.layers.sharded import call_sharded, is_sharded
+from fastbert.layers.sharded import call_sharded, is_sharded, without_views
 from fastbert.models.encode import (
     EncoderOutput,
     Wanted,
@@ -193,19 +193,18 @@ class Forward(OnInstance, RunsBaseModel):
             assert inputs is not None
             done = self.encode(module, look, inputs, options), inputs.batch
         made, batch = done
-        last = batch.unpack(made.packed)
-        if is_sharded(module):  # FSDP2 hangs what it does before backward on the tensor, and a view may lose it
-            last = last.clone()
-        fields: dict[str, Any] = {"last_hidden_state": last}
+        fields: dict[str, Any] = {"last_hidden_state": batch.unpack(made.packed)}
         if family.pooler is not None:
             pooled = made.pooled
             if pooled is None and _has_pooler(module, family):
                 pooled = _pool(module, family, first_tokens(made.packed, batch), look.sharded)
             # Of a row of several sequences, transformers pools the first.
-            fields["pooler_output"] = pooled if pooled is None else pooled[: 1 if in_one_row else None]
+            fields["pooler_output"] = pooled[:1] if pooled is not None and in_one_row else pooled
         fields |= unpacked_extras(made, batch)
         if in_one_row:
             fields = {name: value if name == "pooler_output" else _in_one_row(value) for name, value in fields.items()}
+        if is_sharded(module):
+            fields = {name: without_views(value) for name, value in fields.items()}
 
         if older and not options["return_dict"]:
             return tuple(fields.values())  # which keeps the place of a pooled output that there is not

@@ -29,6 +29,15 @@ def class_of(module: nn.Module) -> type[nn.Module]:
     return kind.__bases__[1] if is_sharded(module) else kind
 
 
+def without_views(value: Any) -> Any:
+    """A tensor of a sharded module's output, None, or a tuple of them: FSDP2 hangs what it does before backward on the
+    tensors, and a view may lose it.
+    """
+    if isinstance(value, tuple):
+        return tuple(map(without_views, value))
+    return value.clone() if value is not None and value._is_view() else value
+
+
 def call_sharded(module: nn.Module, run: Callable[..., Any], *args: Any) -> Any:
     """module(*args), hooks included, with `run` in the place of its forward."""
 

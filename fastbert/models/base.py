@@ -16,7 +16,7 @@ from fastbert.layers.encoder import EncoderLayer, call_checkpointed
 from fastbert.layers.leaves import get_leaf, has_hooks, is_plain, make_norm, parent_of, place, within
 from fastbert.layers.relative import place_relative, relative_shapes
 from fastbert.layers.rotary import RotaryFrequencies, RotaryTable, place_rotary
-from fastbert.layers.sharded import is_sharded
+from fastbert.layers.sharded import is_sharded, without_views
 from fastbert.models.encode import (
     NOTHING_ELSE,
     EncoderOutput,
@@ -375,12 +375,14 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         found = None if asks else run_grid_as_one_op(*encoder, given, EncoderLayer, self.has_pooler)
         made, batch = found or self.run(self.prepare(given), output_attentions, output_hidden_states)
         self.calls.ran_packed()
-        last, pools = batch.unpack(made.packed), self.has_pooler and made.pooled is None
+        pools = self.has_pooler and made.pooled is None
         output = ModelOutput(
-            last_hidden_state=last.clone() if is_sharded(self) else last,  # FSDP's hooks are lost with a view
+            last_hidden_state=batch.unpack(made.packed),
             pooler_output=self.pool(made.packed, batch) if pools else made.pooled,
             **unpacked_extras(made, batch),
         )
+        if is_sharded(self):
+            output.update({name: without_views(value) for name, value in output.items()})
         return output if option("return_dict", return_dict) else output.to_tuple()
 
     def run(self, inputs: EncoderInputs, output_attentions: bool | None, output_hidden_states: bool | None):

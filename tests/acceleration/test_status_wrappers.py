@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from family_configs import config_for
 from full import halved, left_to_full, thinned
 from hf import make_hf, make_ours
 from test_accelerate import IDS, MASK, small
-from torch import distributed as dist
 from torch import nn
 
 import fastbert
@@ -29,15 +27,6 @@ def new_state_of_accelerate() -> Iterator[None]:
     state._reset_state(True)
     yield
     state._reset_state(True)
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    if not dist.is_gloo_available():
-        pytest.skip("torch.distributed is without gloo")
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Mine(nn.Module):

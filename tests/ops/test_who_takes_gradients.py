@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from family_configs import config_for
 from full import left_to_full
 from op_cases import OPS
@@ -131,17 +130,9 @@ def test_of_a_model(model_type, backend):
         assert torch.equal(leaf.detach(), before[name] - step), f"{name}: the optimizer in its backward"
 
 
-@pytest.fixture
-def group(tmp_path) -> Iterator[None]:
-    """Of one rank: the reducer is the same."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @one_family
 @by_family
-def test_of_a_model_under_ddp(model_type, backend, group):
+def test_of_a_model_under_ddp(model_type, backend, one_rank):
     """Three steps, the first behind one that adds up nothing: the second raises where a gradient missed its node."""
     model, loss = model_of(model_type)
     found = torch.autograd.grad(loss(), list(model.parameters()), allow_unused=True)
