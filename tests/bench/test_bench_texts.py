@@ -126,6 +126,22 @@ def test_loops_pool_real_tokens_and_keep_the_order(written):
     assert np.allclose(one.from_ids(ids), expected / np.linalg.norm(expected))
 
 
+def test_loops_sort_by_tokens(written):
+    """Sorted by characters, the texts of many short words would share a batch with those of a few long ones."""
+    shapes = []
+
+    def run(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        assert np.array_equal(mask.sum(1), np.sort(mask.sum(1))[::-1])
+        shapes.append(ids.shape)
+        return np.ones((*ids.shape, 384), dtype=np.float32)
+
+    job = contestants.BenchJob(written, written, "float32", True, 1)
+    short, long = "a b c d e f g h i", "government information"
+    assert len(short) < len(long)
+    contestants._loop_many(lambda *given: run, job)([short, long] * contestants.BATCH_SIZE)
+    assert shapes == [(contestants.BATCH_SIZE, 11), (contestants.BATCH_SIZE, 4)]
+
+
 def test_vectors_are_held_to_the_oracle():
     manual_seed(0)
     oracle = torch.nn.functional.normalize(torch.randn(4, 64, dtype=torch.float64), dim=-1)

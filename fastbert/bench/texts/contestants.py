@@ -7,7 +7,7 @@ documentation recommends; an exported model is run in a plain loop with `tokeniz
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 
 from fastbert.bench import contestants as batches
 from fastbert.bench.contestants import FLOATS
@@ -124,10 +125,22 @@ def _loop_one(open_runs: Callable[[BenchJob, Sequence[int]], Run], job: BenchJob
     return OneText(lambda text: from_ids(np.array([tokenizer.encode(text).ids], dtype=np.int64)), from_ids)
 
 
-def _longest_first(texts: list[str]) -> list[list[int]]:
-    """The places of texts, in batches of similar length."""
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]), reverse=True)
-    return [order[start : start + BATCH_SIZE] for start in range(0, len(order), BATCH_SIZE)]
+def _batches_of_tokens(tokenizer: Tokenizer, texts: list[str]) -> Iterator[tuple[list[int], list[list[int]]]]:
+    """Texts in batches of similar length, longest first: their places and their ids.
+
+    All are tokenised first: a batch that is sorted by characters pads more.
+    """
+    ids = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts)]
+    order = sorted(range(len(ids)), key=lambda i: len(ids[i]), reverse=True)
+    for start in range(0, len(order), BATCH_SIZE):
+        places = order[start : start + BATCH_SIZE]
+        yield places, [ids[i] for i in places]
+
+
+def _mask_of(ids: list[list[int]]) -> np.ndarray:
+    """Bool (texts, longest): True at real tokens."""
+    lengths = np.array([len(of_text) for of_text in ids])
+    return np.arange(lengths.max()) < lengths[:, None]
 
 
 def _means(hidden: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -138,15 +151,14 @@ def _means(hidden: np.ndarray, mask: np.ndarray) -> np.ndarray:
 def _loop_many(open_runs: Callable[[BenchJob, Sequence[int]], Run], job: BenchJob) -> Rows:
     tokenizer, run = cutting_tokenizer(job.checkpoint), open_runs(job, ())
     config = json.loads((job.checkpoint / "config.json").read_text(encoding="utf-8"))
-    tokenizer.enable_padding(pad_id=config["pad_token_id"])
 
     def rows(texts: list[str]) -> np.ndarray:
         vectors = np.empty((len(texts), config["hidden_size"]), dtype=np.float32)
-        for places in _longest_first(texts):
-            encodings = tokenizer.encode_batch([texts[i] for i in places])
-            ids = np.array([encoding.ids for encoding in encodings], dtype=np.int64)
-            mask = np.array([encoding.attention_mask for encoding in encodings], dtype=np.int64)
-            vectors[places] = _means(run(ids, mask), mask)
+        for places, ids in _batches_of_tokens(tokenizer, texts):
+            mask = _mask_of(ids)
+            padded = np.full(mask.shape, config["pad_token_id"], dtype=np.int64)
+            padded[mask] = np.concatenate(ids)
+            vectors[places] = _means(run(padded, mask.astype(np.int64)), mask)
         return vectors
 
     return rows
@@ -191,7 +203,7 @@ def _prepare_fastembed(job: BenchJob) -> dict[str, Any]:
 
 
 def _fastembed_many(job: BenchJob) -> Rows:
-    """It takes texts in their order, so they come sorted."""
+    """It takes texts in their order and tokenises them itself, so they come sorted by characters."""
     from fastembed import TextEmbedding
     from fastembed.common.model_description import ModelSource, PoolingType
 
@@ -202,7 +214,7 @@ def _fastembed_many(job: BenchJob) -> Rows:
     model = TextEmbedding(name, specific_model_path=str(_fastembed_folder(job)), threads=job.threads)
 
     def rows(texts: list[str]) -> np.ndarray:
-        order = [i for places in _longest_first(texts) for i in places]
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]), reverse=True)
         vectors = np.empty((len(texts), config["hidden_size"]), dtype=np.float32)
         vectors[order] = list(model.embed([texts[i] for i in order], batch_size=BATCH_SIZE))
         return vectors
@@ -230,12 +242,9 @@ def _ctranslate2_many(job: BenchJob) -> Rows:
 
     def rows(texts: list[str]) -> np.ndarray:
         vectors = np.empty((len(texts), width), dtype=np.float32)
-        for places in _longest_first(texts):
-            ids = [encoding.ids for encoding in tokenizer.encode_batch([texts[i] for i in places])]
+        for places, ids in _batches_of_tokens(tokenizer, texts):
             hidden = encoder.forward_batch(ids).last_hidden_state.to(ctranslate2.DataType.float32)
-            lengths = np.array([len(of_text) for of_text in ids])
-            mask = np.arange(lengths.max()) < lengths[:, None]
-            vectors[places] = _means(np.asarray(hidden), mask)
+            vectors[places] = _means(np.asarray(hidden), _mask_of(ids))
         return vectors
 
     return rows
