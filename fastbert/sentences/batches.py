@@ -18,12 +18,30 @@ PROGRESS_DELAY_S = 2.0  # shorter work shows no progress bar
 
 def check_texts(texts: str | Iterable[str]) -> list[str]:
     """The texts as a list. Raises TypeError or InputError, naming the first that is none."""
-    if isinstance(texts, (bytes, Mapping)) or not isinstance(texts, Iterable):
-        raise TypeError(f"texts is a {type(texts).__name__}; it must be a string or a list of strings")
+    check_iterable("texts", texts, "a string or a list of strings")
     listed = [texts] if isinstance(texts, str) else list(texts)
     for i, text in enumerate(listed):
         check_text(f"texts[{i}]", text)
     return listed
+
+
+def check_iterable(name: str, given: Any, wanted: str) -> None:
+    """Raises TypeError for what gives no inputs, or other ones than are meant: the names of a table's columns."""
+    if hasattr(given, "columns"):  # of pandas, Polars, Arrow
+        raise TypeError(f"{name} is a {type(given).__name__}; give one of its columns, such as table[{_one_of(given)}]")
+    if isinstance(given, (bytes, Mapping)) or not isinstance(given, Iterable):
+        raise TypeError(f"{name} is a {type(given).__name__}; it must be {wanted}")
+
+
+def check_listed(name: str, given: Any, wanted: str) -> None:
+    """The same where a text by itself would be taken for a list of letters."""
+    if isinstance(given, str):
+        raise TypeError(f"{name} is a str; it must be {wanted}")
+    check_iterable(name, given, wanted)
+
+
+def _one_of(table: Any) -> str:
+    return repr(next(iter(getattr(table, "column_names", table.columns)), "text"))
 
 
 def check_text(name: str, text: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from fastbert.data.tokenized import Text
-from fastbert.sentences.batches import check_text, check_texts
+from fastbert.sentences.batches import check_iterable, check_text, check_texts
 from fastbert.sentences.loading import LoadArguments
 from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.scorer import SequenceScorer, check_pair, label_names
@@ -72,8 +72,7 @@ class TextClassifier(SequenceScorer):
 
 
 def _check_inputs(inputs: Any) -> list[Any]:
-    if isinstance(inputs, bytes) or not isinstance(inputs, Iterable):
-        raise TypeError(f"inputs is a {type(inputs).__name__}; it must be a text, or a list of texts or of pairs")
+    check_iterable("inputs", inputs, "a text, or a list of texts or of pairs")
     listed = list(inputs)
     for i, one in enumerate(listed):
         if isinstance(one, (list, tuple)):

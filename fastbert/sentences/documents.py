@@ -14,7 +14,7 @@ from fastbert.data.windows import CORE, OUTSIDE, OVERLAP, Cutter, TokenWindows, 
 from fastbert.data.windows.job import Rows, WindowJob, chosen, on_host, tokens_at
 from fastbert.errors import InputError
 from fastbert.packed_inputs import PackedInputs
-from fastbert.sentences.batches import check_texts, in_chunks, longest_first
+from fastbert.sentences.batches import check_listed, check_texts, in_chunks, longest_first
 from fastbert.sentences.pooling import pool
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ def chunk_stream(
     on_tokens: Callable[[int], Any] = lambda tokens: None,
 ) -> Iterator[Chunks]:
     """The chunks of texts, some at a time, as soon as they are there: of a long text SECTION, late ones all at once."""
+    check_listed("texts", texts, "a list of strings, or what gives them one by one")
     before = 0
     for group in in_chunks(texts, CHUNK_TEXTS):
         made = _cut_chunks(encoder, check_texts(group), options, late)

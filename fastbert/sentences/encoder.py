@@ -22,7 +22,7 @@ from fastbert.layers.leaves import is_plain
 from fastbert.models.auto import load_encoder
 from fastbert.models.base import EncoderModel, PreTrainedModel
 from fastbert.packed_inputs import PackedInputs
-from fastbert.sentences.batches import bar_of, check_texts, in_chunks, progress_bar
+from fastbert.sentences.batches import bar_of, check_listed, check_texts, in_chunks, progress_bar
 from fastbert.sentences.loading import LoadArguments, open_folder
 from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.pooling import pool as pool_tokens
@@ -311,6 +311,7 @@ class SentenceEncoder(TextModel, HasSimilarity):
             self.prompt(prompt_name, prompt), batch_tokens, normalize=normalize, truncate_dim=truncate_dim,
             windows=windows or self.windows,
         )  # fmt: skip
+        check_listed("texts", texts, "a list of strings, or what gives them one by one")
         for chunk in in_chunks(texts, chunk_texts, aligned=True):
             if options.windows is not None:
                 job = self.job(check_texts(chunk), options)

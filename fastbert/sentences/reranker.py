@@ -14,6 +14,7 @@ from torch import nn
 from fastbert.data.sentence_folder import FolderSettings
 from fastbert.errors import ConfigError, InputError
 from fastbert.models.base import PreTrainedModel
+from fastbert.sentences.batches import check_listed
 from fastbert.sentences.loading import LoadArguments
 from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.scorer import SequenceScorer, check_pairs
@@ -185,6 +186,7 @@ class Reranker(SequenceScorer):
             raise InputError(f"rank needs a model with one label, and this one has {self.num_labels}: use predict")
         if top_k is not None and top_k < 1:
             raise InputError(f"top_k is {top_k}; it must be at least 1")
+        check_listed("documents", documents, "a list of texts")
         documents = list(documents)
         scores = self.predict([(query, text) for text in documents], **options).tolist()
         ranked = sorted(range(len(scores)), key=lambda i: -scores[i])[:top_k]  # stable: equal ones keep their order

@@ -20,7 +20,7 @@ from fastbert.models.auto import AutoModelForSequenceClassification
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.classifiers import PROBLEMS, ForSequenceClassification
 from fastbert.packed_inputs import PackedInputs
-from fastbert.sentences.batches import check_text
+from fastbert.sentences.batches import check_listed, check_text
 from fastbert.sentences.loading import open_folder
 from fastbert.sentences.text_model import InferenceOptions, TextModel
 
@@ -181,8 +181,7 @@ def check_pair(name: str, pair: Any) -> tuple[str, str]:
 
 def check_pairs(inputs: Any) -> tuple[list[tuple[str, str]], bool]:
     """The pairs, and whether one was given by itself."""
-    if isinstance(inputs, (str, bytes)) or not isinstance(inputs, Iterable):
-        raise TypeError(f"inputs is a {type(inputs).__name__}; it must be a list of pairs of texts")
+    check_listed("inputs", inputs, "a list of pairs of texts")
     listed = list(inputs)
     if listed and isinstance(listed[0], str):
         return [check_pair("inputs", listed)], True

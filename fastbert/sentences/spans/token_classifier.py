@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
@@ -16,7 +16,7 @@ from fastbert.errors import ConfigError, InputError
 from fastbert.messages import absent, install
 from fastbert.models.auto import AutoModelForTokenClassification
 from fastbert.models.classifiers import ForTokenClassification
-from fastbert.sentences.batches import check_text, check_texts, in_chunks, progress_bar
+from fastbert.sentences.batches import check_iterable, check_text, check_texts, in_chunks, progress_bar
 from fastbert.sentences.loading import LoadArguments
 from fastbert.sentences.scorer import label_names
 from fastbert.sentences.spans.model import SpanModel
@@ -107,8 +107,7 @@ class TokenClassifier(SpanModel):
 def _check_inputs(inputs: Any) -> list[str | Sequence[str]]:
     if isinstance(inputs, str):
         return list(check_texts(inputs))
-    if isinstance(inputs, (bytes, Mapping)) or not isinstance(inputs, Iterable):
-        raise TypeError(f"inputs is a {type(inputs).__name__}; it must be a text, or a list of texts or of words")
+    check_iterable("inputs", inputs, "a text, or a list of texts or of words")
     listed = list(inputs)
     for i, one in enumerate(listed):
         if isinstance(one, (list, tuple)):
