@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 Source = Any  # str | os.PathLike | list of these | datasets.Dataset
 
-_CSV: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}  # an empty field is None, but "null" is a text
+# An empty field is None. Every other one is a text, as it is written: "null", "7", and "01", which is not "1".
+_CSV: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
 # The end of a file's name, without .gz and the like -> the reader of `datasets`, and its options.
 _READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".txt": ("text", {}),
@@ -32,8 +33,7 @@ _READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".tsv": ("csv", {**_CSV, "sep": "\t", "quoting": 3}),  # as GLUE's files are: a quotation mark is a character
     ".parquet": ("parquet", {}),
 }
-# What pandas calls a column where rows have more fields than the header, and the second of one name.
-_MENDED = re.compile(r"__index_level_0__|.+\.\d+")
+_MENDED = re.compile(r".+\.\d+")  # what pandas calls the second column of one name
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _BLOCK = 1 << 20  # bytes of a file that are hashed at a time
 _BLOCK_ROWS = 10_000  # of a data set on the hub
@@ -52,7 +52,8 @@ def load_source(source: Source, split: str = "train") -> Dataset:
     """The rows of a file, of files of one kind, of a `datasets` object, or of a data set on the hub.
 
     Args:
-        source: a path or paths of .txt, .jsonl, .csv, .tsv or .parquet files, compressed or not; a `datasets.Dataset`;
+        source: a path or paths of .txt, .jsonl, .csv, .tsv or .parquet files, compressed or not (the fields of .csv and
+            .tsv are texts, as they are written, and empty ones None); a `datasets.Dataset`;
             or the name of a data set on the hub, with a configuration behind a colon ("glue:sst2").
         split: which part of a data set on the hub; "validation" is "test" where there is none.
 
@@ -81,13 +82,15 @@ def load_source(source: Source, split: str = "train") -> Dataset:
     # Not load_dataset, which first tells the hub that its reader is used, and offline waits for its name each time.
     read = getattr(datasets.Dataset, f"from_{reader}")
     try:
+        if reader == "csv":
+            options = {**options, "features": _texts_alone(paths, options)}
         found = read(paths, **options)
         if reader == "json":
             found.data.table.validate(full=True)  # its strings may be no UTF-8
-        if reader == "csv" and any(map(_MENDED.fullmatch, found.column_names)):
-            _explain(paths)
         return found
-    except (datasets.exceptions.DatasetGenerationError, StopIteration, ValueError, OSError) as error:
+    except InputError:
+        raise
+    except (datasets.exceptions.DatasetGenerationError, StopIteration, ValueError, OSError, EOFError) as error:
         _explain(paths)
         cause = str(error.__cause__ or error) or type(error).__name__
         raise InputError(f"{', '.join(paths)} cannot be read: {cause.splitlines()[0]}") from None
@@ -98,6 +101,25 @@ def kind_of(path: str) -> str | None:
     name = Path(path)
     suffix = (name.with_suffix("") if name.suffix.lower() in _COMPRESSED else name).suffix.lower()
     return suffix if suffix in _READERS else None
+
+
+def _texts_alone(paths: Sequence[str], options: dict[str, Any]) -> Any:
+    """The columns of .csv or .tsv files, as texts. Raises InputError: they have other columns, or longer rows."""
+    import pandas as pd
+
+    datasets, names = import_datasets(), list[str]()
+    for path in paths:
+        start = pd.read_csv(path, nrows=1, **options)
+        found = list(map(str, start.columns))
+        is_long = not isinstance(start.index, pd.RangeIndex)  # pandas takes the first fields for names of rows
+        if is_long or any(map(_MENDED.fullmatch, found)):
+            _explain(paths)
+        if is_long:
+            raise InputError(f"{path}: its first row has more fields than the header")
+        names = names or found
+        if set(found) != set(names):
+            raise InputError(f"{path} has the columns {', '.join(found)}; {paths[0]} has {', '.join(names)}")
+    return datasets.Features({name: datasets.Value("string") for name in names})
 
 
 def _explain(paths: Sequence[str]) -> None:

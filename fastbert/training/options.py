@@ -131,6 +131,12 @@ class FinetuneOptions(RunOptions):
         choices=("auto", "single_label_classification", "multi_label_classification", "regression"),
         group="task",
     )
+    label_type: str = option(
+        "auto",
+        "how several labels are written: their names, or a 0 or a 1 for each label there is",
+        choices=("auto", "names", "multi_hot"),
+        group="task",
+    )
     class_weights: tuple[str, ...] = option(
         (), "how much a class counts in the loss: balanced, or a number for each", group="task"
     )

@@ -192,4 +192,4 @@ def test_bad_input(tokenizer, tmp_path):
 def test_files_with_quotes_are_read_as_glue_writes_them(tmp_path):
     path = tmp_path / "train.tsv"
     path.write_text('sentence\tlabel\n"a quote that does not end\t1\nplain\t0\n')
-    assert load_source(path).to_dict() == {"sentence": ['"a quote that does not end', "plain"], "label": [1, 0]}
+    assert load_source(path).to_dict() == {"sentence": ['"a quote that does not end', "plain"], "label": ["1", "0"]}

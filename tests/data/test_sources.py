@@ -40,5 +40,7 @@ def test_nobody_is_asked_about_a_file(name, tmp_path, monkeypatch):
         paths[0].write_text(LINES[name])
         paths[1].write_bytes(gzip.compress(LINES[name].encode()))
     wanted = [{"text": row["text"]} for row in ROWS] if name == "a.txt" else ROWS
+    if name in ("a.csv", "a.tsv"):
+        wanted = [{**row, "label": str(row["label"])} for row in ROWS]
     assert load_source(paths).to_list() == wanted * len(paths)
     assert not asked

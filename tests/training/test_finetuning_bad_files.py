@@ -38,7 +38,7 @@ DAMAGED = {
     "score.csv": (CSV.replace(",1", ",0.5").replace(f"{SECOND},0.5", f"{SECOND},NA"), ", row 2: label is missing"),
     "label.jsonl": (JSONL.replace(f'"{SECOND}", "label": 1', f'"{SECOND}"'), ", row 2: label is missing"),
     "text.csv": (CSV.replace(SECOND, ""), ", row 2: text is missing"),
-    "number.csv": (f"text,label\n{'7,1' + chr(10)}{'8,0' + chr(10)}", ", row 1: text is 7, not a text"),
+    "number.jsonl": ('{"text": 7, "label": 1}\n{"text": 8, "label": 0}\n', ", row 1: text is 7, not a text"),
     "list.jsonl": (JSONL.replace(f'"{SECOND}"', f'["{SECOND}"]'), ", row 2: text is ['a dog ran in'], not a text"),
     "short.csv": (CSV.replace(f"{SECOND},1", SECOND), ", row 2: label is missing"),
     "long.csv": (CSV.replace(SECOND, "a dog, ran in"), ", line 3: 3 fields, but 2 in the header"),

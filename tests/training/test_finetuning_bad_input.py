@@ -37,7 +37,7 @@ def changed(row: int, **fields) -> list[dict]:
             [{"text": t, "label": "x"} for t in TEXTS],
             None,
             {"problem_type": "regression"},
-            r"row 1: label is 'x', not a",
+            r"row 1: label is 'x'; it must be a number",
         ),
         ([{"text": "a", "label": ["x", "y"]}], None, {"problem_type": "single_label_classification"}, r"holds lists"),
         (ROWS, None, {"class_weights": ("1", "2", "3")}, r"class_weights has 3 numbers for 2 labels \(0, 1\)"),

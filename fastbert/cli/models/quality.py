@@ -24,7 +24,13 @@ def read_labelled(path: Path) -> LabelledTexts:
 
     from fastbert.data.sources import load_source
     from fastbert.errors import InputError
-    from fastbert.training.finetuning.inputs.rows import label_column, missing_label, text_columns, texts_of
+    from fastbert.training.finetuning.inputs.rows import (
+        is_number,
+        label_column,
+        missing_label,
+        text_columns,
+        texts_of,
+    )
 
     rows, where = load_source([str(path)]), str(path)
     names = rows.column_names
@@ -35,7 +41,11 @@ def read_labelled(path: Path) -> LabelledTexts:
             raise missing_label(where, i, answer)
         if not isinstance(value, (str, int, float)):
             raise InputError(f"{where}, row {i + 1}: {answer} is {value!r}; it must be a label or a number")
-    is_scored = len(columns) == 2 and not any(isinstance(value, str) for value in answers)
+    is_scored = len(columns) == 2 and all(isinstance(value, bool) or is_number(value) for value in answers)
+    if is_scored:
+        answers = [float(value) for value in answers]
+    elif all(str(value).isdecimal() and str(int(value)) == value for value in answers):  # a .csv's
+        answers = [int(value) for value in answers]
     if is_scored and (len(answers) < 2 or not np.isfinite(np.array(answers, np.float64)).all()):
         raise InputError(f"{where}: at least two rows with a finite {answer} are needed")
     return LabelledTexts(tuple(texts_of(rows, column, where) for column in columns), answers, is_scored)

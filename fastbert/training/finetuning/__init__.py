@@ -27,6 +27,7 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "text_columns": ("classification", "tokens", "embedding"),
     "label_column": ("classification", "tokens", "embedding"),
     "problem_type": ("classification",),
+    "label_type": ("classification",),
     "class_weights": ("classification",),
     "windows": ("classification",),
     "doc_stride": _WITH_HEAD,

@@ -49,7 +49,7 @@ def make_task(options: FinetuneOptions) -> Classification:
     texts = columns.text_columns(names, options.text_columns, data.train_name)
     label = columns.label_column([name for name in names if name not in texts], options.label_column, data.train_name)
     columns.check_same_columns(data, [*texts, label])
-    labels = find_labels(data.train, label, data.train_name, options.problem_type)
+    labels = find_labels(data.train, label, data.train_name, options.problem_type, options.label_type)
     model, tokenizer = load_base(folder, AutoModelForSequenceClassification, options, labels.config)
     if not model.missing_keys:
         labels = labels.in_order_of(read_config(folder).id2label, options.model)

@@ -33,7 +33,7 @@ from fastbert.training.finetuning import embedding_losses as losses
 from fastbert.training.finetuning.base_models import say_notes
 from fastbert.training.finetuning.embedding_metrics import ranks_metrics, spearman
 from fastbert.training.finetuning.head_task import note_of_cut
-from fastbert.training.finetuning.inputs.rows import load_rows, texts_of
+from fastbert.training.finetuning.inputs.rows import load_rows, number_of, texts_of
 from fastbert.training.options import FinetuneOptions
 from fastbert.training.task import Phase, Task, Totals
 
@@ -309,11 +309,7 @@ def _check_loss(name: str, columns: Sequence[str], score: str | None) -> None:
 
 
 def _scores(rows: Any, column: str, where: str) -> np.ndarray:
-    values = rows[column][:]
-    for i, value in enumerate(values):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not np.isfinite(value):
-            raise InputError(f"{where}, row {i + 1}: {column} is {value!r}; it must be a number")
-    scores = np.array(values, np.float64)
+    scores = np.array([number_of(value, where, i, column) for i, value in enumerate(rows[column][:])], np.float64)
     if scores.min() == scores.max():
         raise InputError(f"{where}: {column} is {scores[0]:g} in every row, so there is nothing to tell apart")
     return scores

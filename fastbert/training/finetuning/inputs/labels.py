@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fastbert.errors import ConfigError, InputError
-from fastbert.training.finetuning.inputs.rows import missing_label
+from fastbert.training.finetuning.inputs.rows import is_number, missing_label, number_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -21,11 +21,14 @@ Problem = Literal["single_label_classification", "multi_label_classification", "
 
 @dataclass(frozen=True)
 class Labels:
-    """What the labels of a column mean. names: of the classes, in the model's order; empty for a regression."""
+    """What the labels of a column mean. names: of the classes, in the model's order; empty for a regression.
+    is_multi_hot: a row has a 0 or a 1 for each of the names, in their order.
+    """
 
     problem: Problem
     names: tuple[str, ...]
     column: str
+    is_multi_hot: bool = False
 
     @property
     def config(self) -> dict[str, Any]:
@@ -37,6 +40,8 @@ class Labels:
     def in_order_of(self, own: Mapping[int, str], source: str) -> Labels:
         """These in the order of the head that a checkpoint brings. Raises ConfigError: it is for other labels."""
         names = tuple(own[i] for i in range(len(own)))
+        if self.is_multi_hot and len(names) == len(self.names):
+            return replace(self, names=names)
         if not self.names or set(names) == {f"LABEL_{i}" for i in range(len(names))}:
             return self
         if set(names) != set(self.names):
@@ -50,7 +55,15 @@ class Labels:
         """
         values = _all_there(rows, self.column, where)
         if self.problem == "regression":
-            return np.array([_number(value, where, i, self.column) for i, value in enumerate(values)], np.float32)
+            return np.array([number_of(value, where, i, self.column) for i, value in enumerate(values)], np.float32)
+        if self.is_multi_hot:
+            for i, value in enumerate(values):
+                if not _is_multi_hot(value) or len(value) != len(self.names):
+                    raise InputError(
+                        f"{where}, row {i + 1}: {self.column} is {value!r:.80}; it must be a 0 or a 1 for each of the"
+                        f" {len(self.names)} labels"
+                    )
+            return np.array(values, np.float32)
         place = {name: i for i, name in enumerate(self.names)}
         if self.problem == "single_label_classification":
             return np.array([self._place(place, value, where, i) for i, value in enumerate(values)], np.int64)
@@ -71,18 +84,25 @@ class Labels:
         return index
 
 
-def find_labels(rows: Dataset, column: str, where: str, problem: str) -> Labels:
-    """What the labels of the training rows mean, by `problem`, or by what they look like ("auto"): lists are several
-    labels at once, numbers with a fraction a regression. Raises InputError, ConfigError.
+def find_labels(rows: Dataset, column: str, where: str, problem: str, kind: str = "auto") -> Labels:
+    """What the labels of the training rows mean, by `problem` and `kind` (--label-type), or by what they look like
+    ("auto"): lists are several labels at once, names or multi-hot rows; numbers with a fraction a regression.
+
+    Raises InputError: a label that is missing, or what may be meant in two ways, with the first rows.
     """
     values = _all_there(rows, column, where)
+    first = f"{where}: {column} is {', '.join(map(repr, values[:3]))}{', ...' if len(values) > 3 else ''}"
     if problem == "auto":
-        problem = _looks_like(values)
+        problem = _problem_of(values, first)
+    is_several = problem == "multi_label_classification"
+    if kind != "auto" and not is_several:
+        raise InputError(f"label_type {kind} is for several labels a row; problem_type is {problem}")
     if problem == "regression":
         return Labels("regression", (), column)
-    is_several = problem == "multi_label_classification"
     if not is_several and any(isinstance(value, list) for value in values):
         raise InputError(f"{where}: {column} holds lists, and problem_type {problem} has one label a row")
+    if is_several and class_names(rows, column) == () and _are_multi_hot(values, kind, first):
+        return Labels(problem, tuple(f"LABEL_{i}" for i in range(len(values[0]))), column, True)  # type: ignore[arg-type]
     found = {name for value in values for name in several(value)} if is_several else set(values)
     names = class_names(rows, column) or tuple(str(value) for value in in_order(found))
     if len(names) < (1 if is_several else 2):
@@ -94,7 +114,7 @@ def _all_there(rows: Dataset, column: str, where: str) -> list[Any]:
     values = plain(rows, column)
     missing = [i for i, value in enumerate(values) if _is_missing(value)]
     absent = [i for i, value in enumerate(values) if isinstance(value, str) and value.strip().lower() in _ABSENT]
-    if absent and all(_is_number(values[i]) for i in set(range(len(values))).difference(missing, absent)):
+    if absent and all(is_number(values[i]) for i in set(range(len(values))).difference(missing, absent)):
         missing = sorted({*missing, *absent})  # among names these are names
     if missing and len(missing) == len(values):
         raise InputError(f"{where}: {column} is empty in all rows")
@@ -104,7 +124,9 @@ def _all_there(rows: Dataset, column: str, where: str) -> list[Any]:
 
 
 def in_order(found: set[Any]) -> list[Any]:
-    """Numbers by their size, texts by the alphabet."""
+    """Numbers by their size, as those of a .csv, where all are texts of whole numbers; texts by the alphabet."""
+    if all(isinstance(value, str) and value.isdecimal() for value in found):
+        return sorted(found, key=lambda value: (int(value), value))
     numbers = [value for value in found if isinstance(value, (int, float))]
     return sorted(numbers) + sorted((value for value in found if not isinstance(value, (int, float))), key=str)
 
@@ -113,7 +135,8 @@ def plain(rows: Dataset, column: str) -> list[Any]:
     """The values of a column; the names of classes where `datasets` knows them. -1 is its "no label": None here."""
     values, names = rows[column][:], class_names(rows, column)
     if not names:
-        return values
+        written = all(isinstance(value, str) and is_number(value) for value in values if value is not None)
+        return [value and value.strip() for value in values] if written else values
 
     def named(value: Any) -> Any:
         if isinstance(value, list):
@@ -164,33 +187,45 @@ def class_weights(given: Sequence[str], labels: Labels, values: np.ndarray) -> n
     return (weights / mean).astype(np.float32)
 
 
-def _looks_like(values: list[Any]) -> Problem:
-    if isinstance(values[0], list):
+def _problem_of(values: list[Any], first: str) -> Problem:
+    if isinstance(values[0], list) or any(_is_list_as_text(value) for value in values):
         return "multi_label_classification"
-    if any(isinstance(value, float) for value in values):
-        return "regression"
-    return "single_label_classification"
+    if not all(map(is_number, values)) or all(_is_whole(value) for value in values):
+        return "single_label_classification"
+    if all(float(value).is_integer() for value in values):  # such as 1.0
+        raise InputError(f"{first}: numbers, or labels? Say --problem-type regression, or single_label_classification")
+    return "regression"
 
 
-def _is_number(value: Any) -> bool:
-    try:
-        float(value)
-    except (TypeError, ValueError):
-        return False
-    return True
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) or (isinstance(value, str) and value.strip().lstrip("+-").isdecimal())
+
+
+def _are_multi_hot(values: list[Any], kind: str, first: str) -> bool:
+    """Whether rows of several labels have a 0 or a 1 for each label, and are no lists of names."""
+    if any(_is_list_as_text(value) for value in values):
+        raise InputError(f"{first}: lists written as texts. Give lists in a .jsonl or a .parquet, or names with commas")
+    if kind != "auto":
+        return kind == "multi_hot"
+    one_width = all(isinstance(value, list) for value in values) and len({len(value) for value in values}) == 1
+    if one_width and all(map(_is_multi_hot, values)):
+        if any(len(set(value)) < len(value) or isinstance(value[0], float) for value in values):  # no set of names
+            return True
+        raise InputError(f"{first}: a 0 or a 1 for each label, or names? Say --label-type multi_hot, or names")
+    if any(isinstance(one, float) for value in values for one in several(value)):
+        raise InputError(f"{first}: fractions are no names of labels. Say --label-type names if they are")
+    return False
+
+
+def _is_multi_hot(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(one in (0, 1) for one in value)
+
+
+def _is_list_as_text(value: Any) -> bool:
+    return isinstance(value, str) and value.lstrip().startswith("[") and value.rstrip().endswith("]")
 
 
 def _is_missing(value: Any) -> bool:
     if isinstance(value, str):
         return value.strip().lower() in ("", "nan")
     return value is None or (isinstance(value, float) and math.isnan(value))
-
-
-def _number(value: Any, where: str, row: int, column: str) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise InputError(f"{where}, row {row + 1}: {column} is {value!r}, not a number")
-    return number

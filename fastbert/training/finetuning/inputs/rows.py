@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -113,6 +114,24 @@ def texts_of(rows: Dataset, column: str, where: str) -> list[str]:
 def inputs_of(texts: Sequence[Sequence[str]]) -> list[Text]:
     """Texts, of one column of them; or pairs of texts, of two."""
     return list(texts[0]) if len(texts) == 1 else list(zip(*texts, strict=True))  # type: ignore[arg-type]
+
+
+def number_of(value: Any, where: str, row: int, column: str) -> float:
+    """A label that is a number, or one as a .csv has it. Raises InputError, naming the row, for anything else."""
+    if not is_number(value) or not math.isfinite(float(value)):
+        raise InputError(f"{where}, row {row + 1}: {column} is {value!r}; it must be a number")
+    return float(value)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is one, or a text of one; true and false are none."""
+    if not isinstance(value, (str, int, float)) or isinstance(value, bool):
+        return False
+    try:
+        float(value)
+    except (ValueError, OverflowError):
+        return False
+    return True
 
 
 def missing_label(where: str, row: int, column: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,8 @@ from fastbert.training.options import FinetuneOptions
 
 CONLL = (".conll", ".bio", ".iob", ".iob2", ".txt")  # the ends of names of files with a word a line
 WORDS = ("tokens", "words")
+_MAY_BE_COMMENT = re.compile(r"#\s|#(begin|end) document\b")  # "#" may be a word, too
+_TAG = re.compile(r"O|[BIESLUM]-\S+")
 _TAGS = ("ner_tags", "tags", "labels", "pos_tags", "label")
 
 
@@ -67,23 +70,35 @@ def is_conll(path: str) -> bool:
 
 def read_conll(path: Path, *, with_tags: bool = True) -> list[list[tuple[str, str]]]:
     """(word, tag) of each text: the first column and the last one, by tabs or blanks; a blank line ends a text.
+    Comments above a text ("# id 1", "#begin document") are left out.
 
-    Raises InputError, naming the line.
+    Raises InputError, naming the line: a word without a tag, or what may be a comment or a word.
     """
-    texts: list[list[tuple[str, str]]] = [[]]
     try:
-        for number, line in enumerate(lines_of(path), 1):
-            columns = line.strip().split("\t" if "\t" in line.strip() else None)
-            if not columns or columns == [""]:
-                texts.append([])
-            elif columns[0] != "-DOCSTART-":
-                if with_tags and len(columns) < 2:
-                    raise InputError(f"{path}, line {number}: {line.strip()!r} is no word with a tag")
-                texts[-1].append((columns[0].strip(), columns[-1].strip()))
+        lines = [line.strip() for line in lines_of(path)]
     except TextFileError as error:
         raise InputError(str(error)) from None
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
+    rows = [line.split("\t" if "\t" in line else None) if line else [] for line in lines]
+    words = [row for row, line in zip(rows, lines, strict=True) if row and not _MAY_BE_COMMENT.match(line)]
+    widths, tags = set(map(len, words)), {row[-1].strip() for row in words}
+    texts: list[list[tuple[str, str]]] = [[]]
+    for number, (line, columns) in enumerate(zip(lines, rows, strict=True), 1):
+        if not columns:
+            texts.append([])
+        elif _MAY_BE_COMMENT.match(line):
+            is_tag = columns[-1].strip() in tags or _TAG.fullmatch(columns[-1].strip()) is not None
+            is_word = is_tag and (len(columns) in widths or not widths)
+            if not is_word and (is_tag or texts[-1]):
+                what = f"{line!r:.80} may be a comment, or a word with a tag"
+                raise InputError(f"{path}, line {number}: {what}: leave it out")
+            if is_word:
+                texts[-1].append((columns[0].strip(), columns[-1].strip()))
+        elif columns[0] != "-DOCSTART-":
+            if with_tags and len(columns) < 2:
+                raise InputError(f"{path}, line {number}: {line!r} is no word with a tag")
+            texts[-1].append((columns[0].strip(), columns[-1].strip()))
     return [text for text in texts if text]
 
 

@@ -1,0 +1,138 @@
+"""Labels, texts and words are read as they are written; what may be meant in two ways is asked for."""
+
+from __future__ import annotations
+
+import pytest
+from finetuning_runs import TEXTS, base, task_of, write_rows
+
+from fastbert.errors import InputError
+
+HOT = ([1.0, 0.0, 0.0], [0.0, 1.0, 1.0])
+
+
+def labelled(folder, values, name="a.jsonl"):
+    """A file of the texts with these labels, in turn."""
+    rows = [{"text": text, "label": values[i % len(values)]} for i, text in enumerate(TEXTS)]
+    if name.endswith(".jsonl"):
+        return write_rows(folder / name, rows)
+    sign = "\t" if name.endswith(".tsv") else ";"
+    lines = [f"text{sign}label", *(f"{row['text']}{sign}{row['label']}" for row in rows)]
+    (folder / name).write_text("\n".join(lines).replace(",", "").replace(";", ",") + "\n")
+    return str(folder / name)
+
+
+def meaning(folder, path, **options):
+    """(problem, names, what the first two rows learn)."""
+    task = task_of(base(folder), path, **options)
+    return task.labels.problem, task.labels.names, task.train.labels["labels"][:2].tolist()
+
+
+SEVERAL, ONE = "multi_label_classification", "single_label_classification"
+NAMES = ("LABEL_0", "LABEL_1", "LABEL_2")
+
+
+@pytest.mark.parametrize("values", (HOT, ([1, 0, 0], [0, 1, 1])))
+def test_multi_hot_rows(values, tmp_path):
+    assert meaning(tmp_path, labelled(tmp_path, values)) == (SEVERAL, NAMES, list(HOT))
+
+
+def test_multi_hot_rows_go_by_the_order_of_a_head(tmp_path):
+    from tiny import write_model
+
+    names = {"num_labels": 3, "id2label": {0: "z", 1: "x", 2: "y"}}
+    model = str(write_model(tmp_path / "own", head="SequenceClassification", **names))
+    task = task_of(model, labelled(tmp_path, HOT))
+    assert task.labels.names == ("z", "x", "y") and task.train.labels["labels"][:2].tolist() == list(HOT)
+
+
+@pytest.mark.parametrize(
+    "values,options,error",
+    (
+        (
+            [[1, 0], [0, 1]],
+            {},
+            r"a.jsonl: label is \[1, 0\], \[0, 1\], \[1, 0\], ...: .* --label-type multi_hot, or na",
+        ),
+        ([[0.5], [1.0]], {}, r"label is \[0.5\], .* Say --label-type names if they are"),
+        (["['a', 'b']", "['a']"], {}, r"lists written as texts. Give lists in a .jsonl"),
+        ([0.0, 1.0], {}, r"a.jsonl: label is 0.0, 1.0, 0.0, ...: .* Say --problem-type regression, or single_label_"),
+        ([0, 1], {"label_type": "multi_hot"}, r"label_type multi_hot is for several labels a row"),
+        ([[1, 0], [1]], {"label_type": "multi_hot"}, r"row 2: label is \[1\]; it must be a 0 or a 1 for each of the 2"),
+        ([[1, 0], [1, 2]], {"label_type": "multi_hot"}, r"row 2: label is \[1, 2\]; it must be a 0 or a 1"),
+        ([[1, 0], []], {"label_type": "multi_hot"}, r"row 2: label is \[\]; it must be"),
+    ),
+)
+def test_what_may_be_meant_in_two_ways_is_asked_for(values, options, error, tmp_path):
+    with pytest.raises(InputError, match=error):
+        task_of(base(tmp_path), labelled(tmp_path, values), **options)
+
+
+@pytest.mark.parametrize(
+    "values,options,wanted",
+    (
+        ([[1, 0], [0, 1]], {"label_type": "multi_hot"}, (SEVERAL, NAMES[:2], [[1.0, 0.0], [0.0, 1.0]])),
+        ([[1, 0], [1]], {"label_type": "names"}, (SEVERAL, ("0", "1"), [[1.0, 1.0], [0.0, 1.0]])),
+        ([0.0, 1.0], {"problem_type": "regression"}, ("regression", (), [0.0, 1.0])),
+        ([0.0, 1.0], {"problem_type": ONE}, (ONE, ("0.0", "1.0"), [0, 1])),
+        ([0.0, 1.5], {}, ("regression", (), [0.0, 1.5])),
+    ),
+)
+def test_what_was_asked_for(values, options, wanted, tmp_path):
+    assert meaning(tmp_path, labelled(tmp_path, values), **options) == wanted
+
+
+@pytest.mark.parametrize("name", ("a.csv", "a.tsv"))
+def test_labels_of_a_table_are_what_is_written(name, tmp_path):
+    assert meaning(tmp_path, labelled(tmp_path, ["01", "1"], name)) == (ONE, ("01", "1"), [0, 1])
+    assert meaning(tmp_path, labelled(tmp_path, ["10", "9"], name)) == (ONE, ("9", "10"), [1, 0])  # by their size
+    assert meaning(tmp_path, labelled(tmp_path, ["true", "False"], name)) == (ONE, ("False", "true"), [1, 0])
+    assert meaning(tmp_path, labelled(tmp_path, ["0.5", "2"], name)) == ("regression", (), [0.5, 2.0])
+    with pytest.raises(InputError, match=r"label is '0.0', '1.0', '0.0', ...: numbers, or labels\?"):
+        task_of(base(tmp_path), labelled(tmp_path, ["0.0", "1.0"], name))
+
+
+def test_texts_that_are_all_numbers(tmp_path):
+    (tmp_path / "a.csv").write_text("text,label\n007,a\n12.50,b\n")
+    (tmp_path / "a.jsonl").write_text('{"text": "007", "label": "a"}\n{"text": "12.50", "label": "b"}\n')
+    found, wanted = (task_of(base(tmp_path), str(tmp_path / name)).train for name in ("a.csv", "a.jsonl"))
+    assert found.sequences.ids.tolist() == wanted.sequences.ids.tolist()
+
+
+def test_files_of_other_columns(tmp_path):
+    from fastbert.data.sources import load_source
+
+    for name, text in (("a.csv", "text,label\nx,1\n"), ("b.csv", "label,text\n2,y\n"), ("c.csv", "text,tag\nx,1\n")):
+        (tmp_path / name).write_text(text)
+    paths = [tmp_path / "a.csv", tmp_path / "b.csv"]
+    assert load_source(paths).to_list() == [{"text": "x", "label": "1"}, {"text": "y", "label": "2"}]
+    with pytest.raises(InputError, match=r"c.csv has the columns text, tag; .*a.csv has text, label"):
+        load_source([tmp_path / "a.csv", tmp_path / "c.csv"])
+
+
+def test_scores_of_a_table(tmp_path):
+    (tmp_path / "a.csv").write_text("sentence1,sentence2,score\nthe cat,12,0.5\na dog,13,1\n")
+    from tiny import write_sentence_model
+
+    task = task_of(str(write_sentence_model(tmp_path / "base")), str(tmp_path / "a.csv"), task="embedding")
+    assert task.train.scores.tolist() == [0.5, 1.0]
+
+
+def test_comments_of_conll_files(tmp_path):
+    from fastbert.training.finetuning.inputs.tagged import read_conll
+
+    path = tmp_path / "a.conll"
+    path.write_text(
+        "#begin document (a); part 000\n# id 1 domain=en\n# 7 _ O\ncat _ O\n# _ O\n\n"
+        "# id 2 domain=en\n#tag _ X\nOslo _ B-X\n#end _ O\n\n#end document\n"
+    )
+    wanted = [[("cat", "O"), ("#", "O")], [("#tag", "X"), ("Oslo", "B-X"), ("#end", "O")]]
+    with pytest.raises(InputError, match=r"a.conll, line 3: '# 7 _ O' may be a comment, or a word with a tag"):
+        read_conll(path)
+    path.write_text(path.read_text().replace("# 7 _ O\n", ""))
+    assert read_conll(path) == wanted
+    assert [[word for word, _ in text] for text in read_conll(path, with_tags=False)] == [
+        [word for word, _ in text] for text in wanted
+    ]
+    path.write_text("cat O\n# id 1\ndog B-X\n")
+    with pytest.raises(InputError, match="line 2: '# id 1' may be a comment"):
+        read_conll(path)
