@@ -1,8 +1,9 @@
-"""How a command ends early, and what it then says: Ctrl-C, SIGTERM, a reader that has gone. Imports nothing."""
+"""How a command ends early, and what it then says: Ctrl-C, SIGTERM, a reader that has gone."""
 
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 
 USER_ERROR, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 130, 141, 143  # but for the first the shell's own: 128 + signal
 
@@ -12,6 +13,7 @@ class Terminated(KeyboardInterrupt):
 
 
 received: list[type[KeyboardInterrupt]] = []
+_held = [False]
 
 
 def catch_signals(is_process: bool = False):
@@ -32,7 +34,8 @@ def catch_signals(is_process: bool = False):
 
         def stop(number, frame, error=error):
             received.append(error)
-            raise error
+            if not _held[0] or len(received) > 1:
+                raise error
 
         if signal.getsignal(number) is default:
             signal.signal(number, stop)
@@ -43,6 +46,19 @@ def catch_signals(is_process: bool = False):
 
             restore.append(undo)
     return restore
+
+
+@contextmanager
+def held():
+    """Let what is done here end before a signal stops the command, as a line that is written; a second one does not
+    wait: perhaps nobody reads the line.
+    """
+    _held[0] = True
+    try:
+        yield
+    finally:
+        _held[0] = False
+    raise_if_stopped()
 
 
 def raise_if_stopped() -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from fastbert.cli.parser import UsageError
+from fastbert.cli.stopping import held
 from fastbert.files import writing
 
 STDOUT = Path("-")
@@ -33,26 +35,30 @@ class _JsonLines:
         for values in zip(*columns.values(), strict=True):
             row = {name: _plain(value) for name, value in zip(columns, values, strict=True)}
             self.file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        self.file.flush()
 
 
 class _Stdout:
-    """Standard output, with errors that say so."""
+    """Standard output, with errors that say so. Ctrl-C leaves whole lines there."""
 
     def write(self, line: str) -> None:
-        self._try(sys.stdout.write, line)
-
-    def flush(self) -> None:
-        self._try(sys.stdout.flush)
-
-    @staticmethod
-    def _try(do: Callable[..., Any], *arguments: str) -> None:
         try:
-            do(*arguments)
+            with held():
+                self._write(line)
+                sys.stdout.flush()
         except BrokenPipeError:  # nobody reads any more, which is no error
             raise
         except OSError as error:
             raise OSError(error.errno, error.strerror, "standard output") from None
+
+    @staticmethod
+    def _write(line: str) -> None:
+        raw = getattr(sys.stdout, "buffer", None)  # which a notebook's has not
+        if not isinstance(raw, io.RawIOBase):
+            sys.stdout.write(line)
+            return
+        left = memoryview(line.encode(sys.stdout.encoding, "backslashreplace"))
+        while left:  # PYTHONUNBUFFERED: of a write that a signal interrupts a part is done
+            left = left[raw.write(left) :]
 
 
 class _Csv:
@@ -107,6 +113,8 @@ def _arrow(values: Any, kind: Any = None) -> Any:
 def check_output(path: Path, kinds: Sequence[str], force: bool) -> None:
     """Raise UsageError unless `path` can be written: standard output, or a new file of one of `kinds`."""
     if path == STDOUT:
+        if sys.stdout is None:
+            raise UsageError("--output -: standard output is closed")
         return
     folder = path.parent
     if path.suffix not in kinds:
