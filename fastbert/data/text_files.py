@@ -18,6 +18,7 @@ from fastbert.errors import TextFileError
 
 STDIN = Path("-")
 MAX_LINE_BYTES = 16 << 20  # a longer line is taken for a binary file, and never read into memory
+_OTHER_DELIMITERS = ";\t|"  # of what spreadsheets write into a .csv
 _USUAL_COLUMNS = ("text", "sentence")
 
 Choose = Callable[[list[str]], Sequence[str]]  # of the names of all columns those that are read
@@ -29,7 +30,8 @@ def read_texts(path: Path, column: str | None = None) -> Iterator[str]:
     """The texts of a file in its order, by its suffix.
 
     txt: a line is a text, empty ones too. csv, tsv (unquoted), jsonl and parquet: the values of `column`, which is
-    found by itself where there is only one, or one called text or sentence; a jsonl line may be a bare string.
+    found by itself where there is only one, or one called text or sentence; a jsonl line may be a bare string. Fields
+    of a csv have semicolons, tabs or bars between them where its first line has these and no comma.
     `-` is standard input: lines, or with a `column` JSON lines.
 
     Raises TextFileError, naming the file, the place in it and the value, for what is no text.
@@ -214,11 +216,29 @@ def _read_jsonl(path: Path, columns: tuple[str, ...] | None, choose: Choose) -> 
 
 def _read_csv(path: Path, columns: tuple[str, ...] | None, choose: Choose) -> Iterator[tuple[str, tuple]]:
     # strict: a stray quote would otherwise swallow the lines up to the next one.
-    yield from _read_table(path, columns, choose, strict=True)
+    yield from _read_table(path, columns, choose, delimiter=_delimiter_of(path), strict=True)
 
 
 def _read_tsv(path: Path, columns: tuple[str, ...] | None, choose: Choose) -> Iterator[tuple[str, tuple]]:
+    first = _first_line(path)
+    if "\t" not in first and ("," in first or ";" in first):
+        raise TextFileError(f"{path}: the first line has no tab: {_shown(first)}; is this a .csv?")
     yield from _read_table(path, columns, choose, delimiter="\t", quoting=csv.QUOTE_NONE)
+
+
+def _delimiter_of(path: Path) -> str:
+    """What is between the fields of a .csv, by its first line."""
+    first = _first_line(path)
+    found = [sign for sign in _OTHER_DELIMITERS if sign in first]
+    if "," in first or not found:
+        return ","
+    if len(found) > 1:
+        raise TextFileError(f"{path}: what is between the fields of the first line? {_shown(first)}: write commas")
+    return found[0]
+
+
+def _first_line(path: Path) -> str:
+    return next((line for line in lines_of(path) if line.strip()), "").rstrip("\r\n")
 
 
 def _read_table(
