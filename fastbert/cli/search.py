@@ -49,7 +49,8 @@ def _add_search(commands: Any) -> None:
         'fastbert search "how do I reset my password?" questions.txt --model all-MiniLM-L6-v2 --top 5',
     )  # fmt: skip
     _add_arguments(parser)
-    parser.add_argument("--vectors", metavar="V.npy", type=Path, help="the vectors of FILE, from `fastbert encode`")
+    parser.add_argument("--vectors", metavar="V", type=Path,
+                        help="the vectors of FILE, from `fastbert encode`: a .npy, or a .parquet")  # fmt: skip
     add_windows_option(parser, "search in passages of texts")
 
 
@@ -190,7 +191,10 @@ def _read_vectors(path: Path, dim: int) -> Any:
     import numpy as np
 
     try:
-        vectors = np.load(path, mmap_mode="c")  # read as it is needed; c: torch wants what may be written to
+        if path.suffix == ".parquet":
+            vectors = _read_embeddings(path)
+        else:
+            vectors = np.load(path, mmap_mode="c")  # read as it is needed; c: torch wants what may be written to
     except ValueError as error:
         raise UsageError(f"--vectors {path}: {str(error).splitlines()[0]}") from None
     if vectors.ndim != 2 or vectors.shape[1] != dim or vectors.dtype != np.float32:
@@ -198,6 +202,21 @@ def _read_vectors(path: Path, dim: int) -> Any:
             f"--vectors {path} holds {vectors.dtype} {vectors.shape}; the model makes float32 (texts, {dim})"
         )
     return vectors
+
+
+def _read_embeddings(path: Path) -> Any:
+    """The column `embedding`. Raises UsageError; ValueError, as Arrow's errors are."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pq.read_schema(path)
+    if "embedding" not in schema.names or not pa.types.is_fixed_size_list(schema.field("embedding").type):
+        raise UsageError(f"--vectors {path} has no column of vectors, embedding; it has: {', '.join(schema.names)}")
+    if "document" in schema.names:
+        raise UsageError(f"--vectors {path} has vectors of passages (--chunks), not of whole texts")
+    width = schema.field("embedding").type.list_size
+    column = pq.read_table(path, columns=["embedding"])["embedding"]
+    return column.combine_chunks().flatten().to_numpy(zero_copy_only=False).reshape(-1, width).copy()
 
 
 def run_rerank(options: argparse.Namespace) -> int:

@@ -104,6 +104,16 @@ def test_search(tmp_path, folders, source):
     assert len(table) == 3 and table[0].endswith(TEXTS[order[0]]) and f"{scores[order[0]]:.4f}" in table[0]
     assert run_here("encode", source, "--model", folders["encoder"], "--output", tmp_path / "v.npy").returncode == 0
     assert run_here(*options, "--vectors", tmp_path / "v.npy").stdout.splitlines() == table
+    encode = ("encode", source, "--model", folders["encoder"], "--output")
+    assert run_here(*encode, tmp_path / "v.parquet").returncode == 0
+    assert run_here(*options, "--vectors", tmp_path / "v.parquet").stdout.splitlines() == table
+    assert run_here(*encode, tmp_path / "chunks.parquet", "--chunks").returncode == 0
+    assert "has vectors of passages (--chunks)" in fails(*options, "--vectors", tmp_path / "chunks.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table({"text": TEXTS}), tmp_path / "texts.parquet")
+    assert "no column of vectors, embedding; it has: text" in fails(*options, "--vectors", tmp_path / "texts.parquet")
+    (tmp_path / "broken.parquet").write_bytes(b"no parquet")
+    assert "--vectors" in fails(*options, "--vectors", tmp_path / "broken.parquet")
     np.save(tmp_path / "few.npy", np.zeros((2, 32), np.float32))
     assert "few.npy has 2 rows" in fails(*options, "--vectors", tmp_path / "few.npy")
     np.save(tmp_path / "wide.npy", np.zeros((6, 33), np.float32))
