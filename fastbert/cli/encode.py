@@ -1,7 +1,7 @@
 """`fastbert encode`: turns texts into vectors, in a .npy, a .parquet, a .jsonl or on standard output.
 
-Chunks depend on the texts alone: a run into a .npy that continues after a kill writes the same bits as one without a
-stop. The others are written anew.
+Chunks depend on the texts alone: a run that continues after a kill writes the same bits as one without a stop. Vectors
+for a .parquet or a .jsonl stand in an array, too, until all are there. What is written anew: rows of --chunks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastbert.cli.loading import load_to_run
-from fastbert.cli.outputs import ROW_KINDS, check_output, open_rows
+from fastbert.cli.outputs import ROW_KINDS, STDOUT, check_output, open_rows
 from fastbert.cli.outputs.growing_array import GrowingArray, fingerprint
 from fastbert.cli.parser import (
     UsageError,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fastbert.data.windows import Windows
     from fastbert.sentences import SentenceEncoder
 
+_NUMBER_BYTES = {".parquet": 4, ".jsonl": 10}  # on the disk, at least; texts come on top
 CHUNK_TEXTS = 1024  # what a kill can cost at most, beside growing_array.COMMIT_S
 
 
@@ -47,8 +48,8 @@ def add(commands: Any) -> None:
         f"""
         Turns every text of FILE into a vector, in the order of FILE, which is {TEXT_KINDS} (each line of a .txt is a
         text), or - for standard input. FILE may be larger than the memory. OUT.npy gets a float32 array that numpy.load
-        reads; if a run is stopped, the same command continues it. OUT.parquet and OUT.jsonl get a row a text, with text
-        and embedding; - writes JSON lines to standard output.
+        reads, OUT.parquet and OUT.jsonl a row a text, with text and embedding; - writes JSON lines to standard output.
+        If a run into a file is stopped, the same command continues it, but for --chunks.
         """,
         "fastbert encode reviews.csv --column text --model all-MiniLM-L6-v2 --output reviews.npy",
     )  # fmt: skip
@@ -146,8 +147,8 @@ def encode_file(job: EncodeJob, say: Callable[[str], None]) -> str:
     """
     check_output(job.output, ROW_KINDS if job.chunks else (".npy", *ROW_KINDS), job.force)
     check_source(job.source)
-    if job.output.suffix != ".npy":
-        return _encode_rows(job)
+    if job.output == STDOUT or job.chunks:
+        return _encode_rows(job, say)
     if job.source == STDIN:  # the height of an array comes first in its file
         with tempfile.TemporaryDirectory() as folder:
             spooled, digest = Path(folder, "texts.jsonl"), hashlib.sha256()
@@ -170,29 +171,36 @@ def encode_file(job: EncodeJob, say: Callable[[str], None]) -> str:
     encoder = load_to_run(SentenceEncoder, job)
     batch_tokens = encoder.default_batch_tokens if job.batch_tokens is None else job.batch_tokens
     identity = _identity(job, encoder, total, batch_tokens)
-    with GrowingArray.open(job.output, (total, encoder.dim), identity, job.force) as array:
-        done_before, tokens, start = array.rows, 0, time.perf_counter()
+    more = _NUMBER_BYTES.get(job.output.suffix, 0) * total * encoder.dim
+    with GrowingArray.open(job.output, (total, encoder.dim), identity, job.force, more) as array:
+        done_before, start = array.rows, time.perf_counter()
         if done_before:
             say(f"{done_before:,} of {total:,} texts were encoded before: going on from there")
         try:
-            tokens = _encode_into(array, encoder, job, batch_tokens)
+            tokens, cut = _encode_into(array, encoder, job, batch_tokens)
+            seconds = time.perf_counter() - start
+            if job.output.suffix == ".npy":
+                array.finish()
+            else:
+                array.finish_as_rows(lambda vectors: _write_rows(job, vectors))
         except KeyboardInterrupt:
             say(f"stopped; the same command goes on with what {array.partial} has")
             raise
         except torch.OutOfMemoryError:
             raise UsageError(f"the GPU's memory is too small for --batch-tokens {batch_tokens}: choose fewer") from None
-        seconds = time.perf_counter() - start
-        array.finish()
+    _say_cut(cut, encoder, say)
     rate = f", {tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s" if tokens else ""
     return f"{total - done_before:,} texts{rate} -> {job.output} float32 ({total}, {encoder.dim})"
 
 
-def _encode_into(array: GrowingArray, encoder: SentenceEncoder, job: EncodeJob, batch_tokens: int) -> int:
-    """Encode the texts that the array has no rows for yet; returns how many tokens they had."""
+def _encode_into(array: GrowingArray, encoder: SentenceEncoder, job: EncodeJob, batch_tokens: int) -> tuple[int, int]:
+    """Encode the texts that the array has no rows for yet; returns how many tokens they had, and how many texts were
+    cut.
+    """
     from fastbert.sentences.batches import bar_of, progress_bar
 
     texts = islice(read_texts(job.source, job.column), array.rows, None)
-    tokens = 0
+    tokens, cut = 0, list[int]()
     counted = {"total": array.shape[0], "initial": array.rows} if job.windows is None else {"total": None}
     with progress_bar(show=None, delay=0, **counted, **bar_of(job.windows)) as bar:
         chunks = encoder.encode_stream(
@@ -201,12 +209,34 @@ def _encode_into(array: GrowingArray, encoder: SentenceEncoder, job: EncodeJob, 
             chunk_texts=CHUNK_TEXTS,
             windows=job.windows,
             on_batch=lambda count: _advance(bar, count),
+            on_cut=cut.append,
         )
         for vectors, count in chunks:
             array.append(vectors)
             raise_if_stopped()
             tokens += count
-    return tokens
+    return tokens, sum(cut)
+
+
+def _write_rows(job: EncodeJob, vectors: Any) -> None:
+    """The texts beside their vectors, (texts, dim). Raises UsageError if the source has changed."""
+    from fastbert.sentences.batches import in_chunks
+
+    done = 0
+    with open_rows(job.output) as rows:
+        for chunk in in_chunks(read_texts(job.source, job.column), CHUNK_TEXTS):
+            done += len(chunk)
+            if done <= len(vectors):
+                rows.write({"text": chunk, "embedding": vectors[done - len(chunk) : done]})
+            raise_if_stopped()
+        if done != len(vectors):
+            raise UsageError(f"the input changed while it was read: {done} texts now, {len(vectors)} at first")
+
+
+def _say_cut(count: int, encoder: SentenceEncoder, say: Callable[[str], None]) -> None:
+    if count:
+        what = f"{count:,} text{' was' if count == 1 else 's were'} cut to the model's {encoder.max_seq_length} tokens"
+        say(f"{what}; --windows reads all of them")
 
 
 def _advance(bar: Any, count: int) -> None:
@@ -214,15 +244,17 @@ def _advance(bar: Any, count: int) -> None:
     bar.update(count)
 
 
-def _encode_rows(job: EncodeJob) -> str:
-    """Into what takes a row after the other: from a pipe, too, whose end nobody knows."""
+def _encode_rows(job: EncodeJob, say: Callable[[str], None]) -> str:
+    """Into what takes a row after the other: standard output, whose reader waits for them; passages, whose number is
+    not known before.
+    """
     with without_collector():
         from fastbert.sentences import SentenceEncoder
         from fastbert.sentences.batches import bar_of, in_chunks, progress_bar
 
     raise_if_stopped()
     encoder = load_to_run(SentenceEncoder, job)
-    total, start = 0, time.perf_counter()
+    total, cut, start = 0, list[int](), time.perf_counter()
     with open_rows(job.output) as rows, progress_bar(None, None, delay=0, **bar_of(job.windows)) as bar:
         for chunk in in_chunks(read_texts(job.source, job.column), CHUNK_TEXTS):
             if job.chunks:
@@ -235,11 +267,13 @@ def _encode_rows(job: EncodeJob) -> str:
                     chunk_texts=len(chunk),
                     windows=job.windows,
                     on_batch=lambda count: _advance(bar, count),
+                    on_cut=cut.append,
                 )
                 rows.write({"text": chunk, "embedding": vectors})
             total += len(chunk)
         if not total:
             raise UsageError(f"{name_of(job.source)} holds no texts")
+    _say_cut(sum(cut), encoder, say)
     seconds = time.perf_counter() - start
     return f"{total:,} texts in {seconds:.1f} s -> {job.output} float32 ({total}, {encoder.dim})"
 

@@ -299,13 +299,15 @@ class SentenceEncoder(TextModel, HasSimilarity):
         windows: Windows | None = None,
         chunk_texts: int = CHUNK_TEXTS,
         on_batch: Callable[[int], Any] = lambda texts: None,
+        on_cut: Callable[[int], Any] = lambda texts: None,
     ) -> Iterator[tuple[np.ndarray, int]]:
         """Yields, for one chunk of texts after the other, its vectors (float32, (texts, dim)) and its number of tokens.
 
         A chunk has `chunk_texts` texts, or fewer if they are long; one begins at each `chunk_texts`-th text. Only one
         chunk is in memory at a time. Its vectors depend on this chunk alone, so a stream that starts again at the
         `chunk_texts`-th text, or at a multiple of that, gives the same bits.
-        `on_batch(texts)` is called after each batch, with its tokens where texts are cut into `windows`.
+        `on_batch(texts)` is called after each batch, with its tokens where texts are cut into `windows`;
+        `on_cut(texts)` for each chunk, with how many of its texts were longer than `max_seq_length`: they lost ends.
         """
         options = InferenceOptions(
             self.prompt(prompt_name, prompt), batch_tokens, normalize=normalize, truncate_dim=truncate_dim,
@@ -319,6 +321,7 @@ class SentenceEncoder(TextModel, HasSimilarity):
                 yield vectors.cpu().numpy(), len(job.windows.ids)
                 continue
             made = self.tokenize(check_texts(chunk), options.prompt)
+            on_cut(len(made.cut))
             yield self.rows_of(made, options, on_batch).cpu().numpy(), len(made.ids)
 
     def job(self, inputs: list[str], options: InferenceOptions) -> WindowJob[torch.Tensor]:

@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -41,15 +41,16 @@ class GrowingArray:
     @classmethod
     @contextmanager
     def open(
-        cls, output: Path, shape: tuple[int, int], identity: dict[str, Any], force: bool
+        cls, output: Path, shape: tuple[int, int], identity: dict[str, Any], force: bool, more: int = 0
     ) -> Iterator[GrowingArray]:
-        """The array for `output`, taken up where an earlier run with the same identity left it.
+        """The array for `output`, taken up where an earlier run with the same identity left it. `more`: bytes that are
+        written beside it in the end.
 
         What was appended is kept when the block is left by an error, Ctrl-C included. Raises UsageError when another
         run is writing it, when the earlier run was of another identity and not `force`, or when the disk is too full.
         """
         partial, _ = _beside(output)
-        missing = 4 * shape[0] * shape[1] - (partial.stat().st_size if partial.exists() else 0)
+        missing = 4 * shape[0] * shape[1] + more - (partial.stat().st_size if partial.exists() else 0)
         free = shutil.disk_usage(output.parent).free
         if missing > free:
             raise UsageError(f"{output} needs {missing / 1e6:,.1f} MB more; the disk has {free / 1e6:,.1f} MB")
@@ -125,12 +126,25 @@ class GrowingArray:
             raise OSError(error.errno, error.strerror, str(self.progress)) from None
         self.committed_rows, self.committed_at = self.rows, time.monotonic()
 
-    def finish(self) -> None:
-        """Check that all rows are there and give the file its name. Raises UsageError if the source has changed."""
+    def check_whole(self) -> None:
+        """Raises UsageError if not all rows are there: the source has changed."""
         if self.rows != self.shape[0]:
             raise UsageError(f"the input changed while it was read: {self.rows} texts now, {self.shape[0]} at first")
         self._commit()
+
+    def finish(self) -> None:
+        """Check that all rows are there and give the file its name. Raises UsageError if the source has changed."""
+        self.check_whole()
         move(self.partial, self.output)  # the new name is on the disk before the note goes
+        self.progress.unlink(missing_ok=True)
+
+    def finish_as_rows(self, write: Callable[[np.ndarray], None]) -> None:
+        """The same for an output that is no .npy, but what `write` makes of the whole array."""
+        import numpy as np
+
+        self.check_whole()
+        write(np.load(self.partial, mmap_mode="r"))
+        self.partial.unlink()
         self.progress.unlink(missing_ok=True)
 
 
