@@ -31,7 +31,8 @@ from fastbert.cli.parser import (
     windows_of,
 )
 from fastbert.cli.stopping import raise_if_stopped, say
-from fastbert.data.text_files import STDIN, TEXT_KINDS, check_source, name_of, read_texts
+from fastbert.data.text_files import STDIN, TEXT_KINDS, check_source, name_of, read_texts, refuse
+from fastbert.errors import TextFileError
 from fastbert.importing import without_collector
 
 if TYPE_CHECKING:
@@ -74,6 +75,10 @@ def add(commands: Any) -> None:
         "--late", action="store_true", help="with --chunks: passages as the whole text makes them (late chunking)"
     )
     add_running_options(parser)
+    parser.add_argument(
+        "--skip-bad-rows", action="store_true",
+        help="go on past a row of FILE that cannot be read, or is no text, and name it: OUT has no row for it",
+    )  # fmt: skip
     parser.add_argument("--force", action="store_true", help="replace OUT; start again if a run cannot go on")
     parser.add_argument(
         "--engine", choices=("local", "ray"), default="local",
@@ -86,6 +91,8 @@ def run(options: argparse.Namespace) -> int:
     if options.engine == "ray":
         if options.windows is not None or options.chunks:
             raise UsageError("--windows and --chunks are for --engine local")
+        if options.skip_bad_rows:
+            raise UsageError("--skip-bad-rows is for --engine local")
         from fastbert.cli.encode_ray import encode_on_ray
 
         what = ("model", "column", "dtype", "device", "batch_tokens", "workers", "force")
@@ -108,6 +115,7 @@ def run(options: argparse.Namespace) -> int:
         windows=_windows(options),
         chunks=options.chunks,
         late=options.late,
+        skip_bad_rows=options.skip_bad_rows,
     )
     say(encode_file(job, say))
     return 0
@@ -136,6 +144,7 @@ class EncodeJob:
     windows: Windows | None = None
     chunks: bool = False  # a row for each of the windows
     late: bool = False
+    skip_bad_rows: bool = False
     piped: str | None = None  # of texts from standard input, which the source holds now: what they are known by
 
 
@@ -153,14 +162,14 @@ def encode_file(job: EncodeJob, say: Callable[[str], None]) -> str:
         with tempfile.TemporaryDirectory() as folder:
             spooled, digest = Path(folder, "texts.jsonl"), hashlib.sha256()
             with spooled.open("w", encoding="utf-8") as file:
-                for text in read_texts(STDIN, job.column):
+                for text in _texts(job, say):
                     line = json.dumps(text) + "\n"
                     digest.update(line.encode())
                     file.write(line)
             if not spooled.stat().st_size:
                 raise UsageError(f"{name_of(STDIN)} holds no texts")
             return encode_file(replace(job, source=spooled, column=None, piped=digest.hexdigest()), say)
-    total = _count_texts(job)
+    total = _count_texts(job, say)
 
     with without_collector():
         import torch
@@ -199,7 +208,7 @@ def _encode_into(array: GrowingArray, encoder: SentenceEncoder, job: EncodeJob, 
     """
     from fastbert.sentences.batches import bar_of, progress_bar
 
-    texts = islice(read_texts(job.source, job.column), array.rows, None)
+    texts = islice(_texts(job), array.rows, None)
     tokens, cut = 0, list[int]()
     counted = {"total": array.shape[0], "initial": array.rows} if job.windows is None else {"total": None}
     with progress_bar(show=None, delay=0, **counted, **bar_of(job.windows)) as bar:
@@ -224,7 +233,7 @@ def _write_rows(job: EncodeJob, vectors: Any) -> None:
 
     done = 0
     with open_rows(job.output) as rows:
-        for chunk in in_chunks(read_texts(job.source, job.column), CHUNK_TEXTS):
+        for chunk in in_chunks(_texts(job), CHUNK_TEXTS):
             done += len(chunk)
             if done <= len(vectors):
                 rows.write({"text": chunk, "embedding": vectors[done - len(chunk) : done]})
@@ -256,7 +265,7 @@ def _encode_rows(job: EncodeJob, say: Callable[[str], None]) -> str:
     encoder = load_to_run(SentenceEncoder, job)
     total, cut, start = 0, list[int](), time.perf_counter()
     with open_rows(job.output) as rows, progress_bar(None, None, delay=0, **bar_of(job.windows)) as bar:
-        for chunk in in_chunks(read_texts(job.source, job.column), CHUNK_TEXTS):
+        for chunk in in_chunks(_texts(job, say), CHUNK_TEXTS):
             if job.chunks:
                 for columns in _chunk_rows(encoder, chunk, job, total, lambda count: _advance(bar, count)):
                     rows.write(columns)
@@ -295,9 +304,23 @@ def _chunk_rows(
         }
 
 
-def _count_texts(job: EncodeJob) -> int:
+def _texts(job: EncodeJob, say: Callable[[str], None] = lambda line: None) -> Iterator[str]:
+    """The texts of the source; with --skip-bad-rows `say` is told of each row that is left out, and how many were."""
+    left_out = 0
+
+    def leave_out(error: TextFileError) -> None:
+        nonlocal left_out
+        left_out += 1
+        say(f"left out: {error}")
+
+    yield from read_texts(job.source, job.column, leave_out if job.skip_bad_rows else refuse)
+    if left_out:
+        say(f"{left_out:,} bad row{'s were' if left_out > 1 else ' was'} left out")
+
+
+def _count_texts(job: EncodeJob, say: Callable[[str], None]) -> int:
     """Reads the file once, which checks every text before anything is written, and gives the array's height."""
-    total = sum(1 for _ in read_texts(job.source, job.column))
+    total = sum(1 for _ in _texts(job, say))
     if total == 0:
         raise UsageError(f"{name_of(job.source)} holds no texts")
     return total

@@ -9,6 +9,7 @@ import gzip
 import json
 import sys
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,11 +23,17 @@ _OTHER_DELIMITERS = ";\t|"  # of what spreadsheets write into a .csv
 _USUAL_COLUMNS = ("text", "sentence")
 
 Choose = Callable[[list[str]], Sequence[str]]  # of the names of all columns those that are read
-# (path, columns or None, who chooses them) -> (the place in the file, the values) of each row
-Reader = Callable[[Path, tuple[str, ...] | None, Choose], Iterator[tuple[str, tuple]]]
+Bad = Callable[[TextFileError], None]  # is told of a row that cannot be read; where it returns, the row is left out
+# (path, columns or None, who chooses them, what to do of a bad row) -> (the place, the values) of each row
+Reader = Callable[[Path, tuple[str, ...] | None, Choose, Bad], Iterator[tuple[str, tuple]]]
 
 
-def read_texts(path: Path, column: str | None = None) -> Iterator[str]:
+def refuse(error: TextFileError) -> None:
+    """The first bad row ends the reading."""
+    raise error
+
+
+def read_texts(path: Path, column: str | None = None, bad: Bad = refuse) -> Iterator[str]:
     """The texts of a file in its order, by its suffix.
 
     txt: a line is a text, empty ones too. csv, tsv (unquoted), jsonl and parquet: the values of `column`, which is
@@ -34,11 +41,15 @@ def read_texts(path: Path, column: str | None = None) -> Iterator[str]:
     of a csv have semicolons, tabs or bars between them where its first line has these and no comma.
     `-` is standard input: lines, or with a `column` JSON lines.
 
-    Raises TextFileError, naming the file, the place in it and the value, for what is no text.
+    Raises TextFileError, naming the file, the place in it and the value, for what is no text, unless `bad` takes it.
     """
     given = None if column is None else (column,)
-    for place, (text,) in _reader_of(path, given)(path, given, lambda names: (pick_column(path, names, None),)):
-        _check_text(path, place, text)
+    for place, (text,) in _reader_of(path, given)(path, given, lambda names: (pick_column(path, names, None),), bad):
+        try:
+            _check_text(path, place, text)
+        except TextFileError as error:
+            bad(error)
+            continue
         yield text
 
 
@@ -49,7 +60,7 @@ def read_rows(path: Path, columns: Sequence[str] | None, choose: Choose) -> Iter
     Raises TextFileError as `read_texts`.
     """
     given = None if columns is None else tuple(columns)
-    for place, values in _reader_of(path, given)(path, given, choose):
+    for place, values in _reader_of(path, given)(path, given, choose, refuse):
         for value in values:
             for text in value if isinstance(value, list) else (value,):
                 _check_text(path, place, text)
@@ -65,7 +76,7 @@ def check_rows(path: Path) -> None:
     def choose(names: list[str]) -> Sequence[str]:
         return names if kind_of(path) in (".csv", ".tsv") else ()  # rows of a .jsonl may lack some
 
-    if not sum(1 for _ in _reader_of(path, None)(path, None, choose)):
+    if not sum(1 for _ in _reader_of(path, None)(path, None, choose, refuse)):
         raise TextFileError(f"{path} holds no rows")
 
 
@@ -149,13 +160,23 @@ def lines_of(path: Path) -> Iterator[str]:
     """Lines with their ends, without a byte order mark. Raises TextFileError, naming the line, for what is not UTF-8
     text, or not what gzip writes.
     """
+    return (line for _, line in _numbered(path, refuse))
+
+
+def _numbered(path: Path, bad: Bad) -> Iterator[tuple[int, str]]:
     number = 0
     try:
         with _open(path) as file:
             while raw := file.readline(MAX_LINE_BYTES + 1):
                 number += 1
-                line = _decoded(raw, f"{name_of(path)}, line {number}")
-                yield line.removeprefix("\ufeff") if number == 1 else line
+                try:
+                    line = _decoded(raw, f"{name_of(path)}, line {number}")
+                except TextFileError as error:
+                    bad(error)
+                    while raw and not raw.endswith(b"\n"):  # the rest of a line that is too long
+                        raw = file.readline(MAX_LINE_BYTES)
+                    continue
+                yield number, line.removeprefix("\ufeff") if number == 1 else line
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise TextFileError(f"{name_of(path)}, after line {number}: {error}") from None
 
@@ -173,10 +194,10 @@ def _decoded(raw: bytes, where: str) -> str:
     return line
 
 
-def _read_txt(path: Path, columns: tuple[str, ...] | None, choose: Choose) -> Iterator[tuple[str, tuple]]:
+def _read_txt(path: Path, columns: tuple[str, ...] | None, choose: Choose, bad: Bad) -> Iterator[tuple[str, tuple]]:
     if columns is not None:
         raise TextFileError(f"{path} is a text file: it has no column {columns[0]!r}")
-    for number, line in enumerate(lines_of(path), 1):
+    for number, line in _numbered(path, bad):
         yield f"line {number}", (line.removesuffix("\n").removesuffix("\r"),)
 
 
@@ -185,45 +206,57 @@ def _start_of_number(digits: str) -> int:
     return int(digits[:100])
 
 
-def _read_jsonl(path: Path, columns: tuple[str, ...] | None, choose: Choose) -> Iterator[tuple[str, tuple]]:
-    for number, line in enumerate(lines_of(path), 1):
+def _read_jsonl(path: Path, columns: tuple[str, ...] | None, choose: Choose, bad: Bad) -> Iterator[tuple[str, tuple]]:
+    for number, line in _numbered(path, bad):
         if not line.strip():
             continue
+        where = f"{name_of(path)}, line {number}"
         try:
-            entry = json.loads(line, parse_int=_start_of_number)
-        except json.JSONDecodeError as error:
-            raise TextFileError(
-                f"{name_of(path)}, line {number}: not JSON: {error.msg} at place {error.pos + 1}"
-            ) from None
-        except RecursionError:
-            raise TextFileError(f"{name_of(path)}, line {number}: nested too deeply") from None
-        if isinstance(entry, dict):
-            if columns is None:
-                columns = tuple(choose(list(entry)))
-            for column in columns:
-                if column not in entry:
-                    raise TextFileError(
-                        f"{name_of(path)}, line {number}: has no {column!r}; it has: {', '.join(entry)}"
-                    )
-            values = tuple(map(entry.__getitem__, columns))
-        elif columns is not None:
-            wanted = f" with a {columns[0]!r}" if columns else ""
-            raise TextFileError(f"{name_of(path)}, line {number}: {_shown(entry)} is no object{wanted}")
-        else:
-            values = (entry,)
+            entry = _parsed(line, where)
+        except TextFileError as error:
+            bad(error)
+            continue
+        if isinstance(entry, dict) and columns is None:
+            columns = tuple(choose(list(entry)))
+        try:
+            values = _values_of(entry, columns, where)
+        except TextFileError as error:
+            bad(error)
+            continue
         yield f"line {number}", values
 
 
-def _read_csv(path: Path, columns: tuple[str, ...] | None, choose: Choose) -> Iterator[tuple[str, tuple]]:
+def _parsed(line: str, where: str) -> Any:
+    try:
+        return json.loads(line, parse_int=_start_of_number)
+    except json.JSONDecodeError as error:
+        raise TextFileError(f"{where}: not JSON: {error.msg} at place {error.pos + 1}") from None
+    except RecursionError:
+        raise TextFileError(f"{where}: nested too deeply") from None
+
+
+def _values_of(entry: Any, columns: tuple[str, ...] | None, where: str) -> tuple:
+    if columns is None:
+        return (entry,)
+    if not isinstance(entry, dict):
+        wanted = f" with a {columns[0]!r}" if columns else ""
+        raise TextFileError(f"{where}: {_shown(entry)} is no object{wanted}")
+    for column in columns:
+        if column not in entry:
+            raise TextFileError(f"{where}: has no {column!r}; it has: {', '.join(entry)}")
+    return tuple(map(entry.__getitem__, columns))
+
+
+def _read_csv(path: Path, columns: tuple[str, ...] | None, choose: Choose, bad: Bad) -> Iterator[tuple[str, tuple]]:
     # strict: a stray quote would otherwise swallow the lines up to the next one.
-    yield from _read_table(path, columns, choose, delimiter=_delimiter_of(path), strict=True)
+    yield from _read_table(path, columns, choose, bad, delimiter=_delimiter_of(path), strict=True)
 
 
-def _read_tsv(path: Path, columns: tuple[str, ...] | None, choose: Choose) -> Iterator[tuple[str, tuple]]:
+def _read_tsv(path: Path, columns: tuple[str, ...] | None, choose: Choose, bad: Bad) -> Iterator[tuple[str, tuple]]:
     first = _first_line(path)
     if "\t" not in first and ("," in first or ";" in first):
         raise TextFileError(f"{path}: the first line has no tab: {_shown(first)}; is this a .csv?")
-    yield from _read_table(path, columns, choose, delimiter="\t", quoting=csv.QUOTE_NONE)
+    yield from _read_table(path, columns, choose, bad, delimiter="\t", quoting=csv.QUOTE_NONE)
 
 
 def _delimiter_of(path: Path) -> str:
@@ -242,33 +275,69 @@ def _first_line(path: Path) -> str:
 
 
 def _read_table(
-    path: Path, columns: tuple[str, ...] | None, choose: Choose, **dialect: Any
+    path: Path, columns: tuple[str, ...] | None, choose: Choose, bad: Bad, **dialect: Any
 ) -> Iterator[tuple[str, tuple]]:
     csv.field_size_limit(MAX_LINE_BYTES)
-    rows = csv.reader(lines_of(path), **dialect)
     header: list[str] | None = None
-    try:
-        for row in rows:
-            if not row:  # a blank line
-                continue
-            if header is None:
-                header, picked = row, _picked(path, row, columns, choose)
-                if doubled := next((name for name in picked if name and header.count(name) > 1), None):
-                    raise TextFileError(f"{path}, line {rows.line_num}: two columns are called {doubled!r}")
-                places = [header.index(name) for name in picked]
-                continue
-            if len(row) != len(header):
-                raise TextFileError(f"{path}, line {rows.line_num}: {len(row)} fields, but {len(header)} in the header")
-            yield f"line {rows.line_num}", tuple(row[place] for place in places)
-    except csv.Error as error:
-        raise TextFileError(f"{path}, line {rows.line_num}: {error}") from None
+
+    def bad_row(error: TextFileError) -> None:
+        (refuse if header is None else bad)(error)  # without it, the next row would be taken for it
+
+    lines = _Lines(_numbered(path, bad_row))
+    rows = csv.reader(lines, **dialect)
+    while True:
+        lines.taken.clear()
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            begins = "" if len(lines.taken) == 1 else f"; the row begins in line {lines.taken[0][0]}"
+            bad_row(TextFileError(f"{path}, line {lines.number}: {error}{begins}"))
+            lines.give_back()
+            continue
+        if not row:  # a blank line
+            continue
+        if header is None:
+            header, picked = row, _picked(path, row, columns, choose)
+            if doubled := next((name for name in picked if name and header.count(name) > 1), None):
+                raise TextFileError(f"{path}, line {lines.number}: two columns are called {doubled!r}")
+            places = [header.index(name) for name in picked]
+        elif len(row) != len(header):
+            what = f"{len(row)} fields, but {len(header)} in the header"
+            bad_row(TextFileError(f"{path}, line {lines.number}: {what}"))
+        else:
+            yield f"line {lines.number}", tuple(row[place] for place in places)
+
+
+class _Lines:
+    """The lines of a table. A row that cannot be read may have taken many, up to the next quotation mark: all but its
+    first are given back.
+    """
+
+    def __init__(self, numbered: Iterator[tuple[int, str]]):
+        self.numbered, self.number = numbered, 0
+        self.taken, self.waiting = deque[tuple[int, str]](), deque[tuple[int, str]]()  # of this row; of the next ones
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        one = self.waiting.popleft() if self.waiting else next(self.numbered)
+        self.taken.append(one)
+        self.number = one[0]
+        return one[1]
+
+    def give_back(self) -> None:
+        self.number = self.taken.popleft()[0]
+        self.waiting.extendleft(reversed(self.taken))
 
 
 def _picked(path: Path, names: list[str], columns: tuple[str, ...] | None, choose: Choose) -> Sequence[str]:
     return choose(names) if columns is None else [pick_column(path, names, column) for column in columns]
 
 
-def _read_parquet(path: Path, columns: tuple[str, ...] | None, choose: Choose) -> Iterator[tuple[str, tuple]]:
+def _read_parquet(path: Path, columns: tuple[str, ...] | None, choose: Choose, bad: Bad) -> Iterator[tuple[str, tuple]]:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq

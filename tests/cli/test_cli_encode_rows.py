@@ -92,3 +92,26 @@ def test_texts_that_were_cut_are_counted(output, model, source, tmp_path):
     said = "fastbert: 1 text was cut to the model's 64 tokens; --windows reads all of them\n"
     assert said in run_here("encode", source, *arguments).stderr
     assert "cut to the model" not in run_here("encode", source, *arguments, "--windows").stderr
+
+
+@pytest.mark.parametrize(
+    "output,chunks", (("out.npy", False), ("out.jsonl", False), ("out.jsonl", True), ("-", False), ("-", True))
+)
+def test_bad_rows_are_named_and_counted(output, chunks, model, tmp_path):
+    good, broken = tmp_path / "good.jsonl", tmp_path / "broken.jsonl"
+    good.write_text('"the cat"\n"a dog"\n"we ran"\n')
+    broken.write_text('"the cat"\n3\n"a dog"\n{\n"we ran"\n')
+    arguments = ("--model", model, "--device", "cpu", *(("--chunks",) if chunks else ()))
+    made = []
+    for source, more in ((good, ()), (broken, ("--skip-bad-rows",))):
+        out = "-" if output == "-" else tmp_path / source.stem / output
+        if out != "-":
+            out.parent.mkdir()
+        done = run_here("encode", source, *arguments, "--output", out, *more)
+        assert done.returncode == 0, done.stderr
+        made.append(done.stdout.encode() if out == "-" else out.read_bytes())
+    assert made[0] == made[1]
+    said = [line.removeprefix("fastbert: ") for line in done.stderr.splitlines()][:3]
+    assert said[0] == f"left out: {broken}, line 2: the value is 3, not a text"
+    assert said[1].startswith(f"left out: {broken}, line 4: not JSON") and said[2] == "2 bad rows were left out"
+    assert "line 2: the value is 3" in fails("encode", broken, *arguments, "--output", tmp_path / "no.jsonl")

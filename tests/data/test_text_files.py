@@ -37,3 +37,39 @@ def test_a_delimiter_that_is_not_clear(name, line, message, tmp_path):
     (tmp_path / name).write_text(f"{line}\na;b\n")
     with pytest.raises(TextFileError, match=message):
         list(read_texts(tmp_path / name))
+
+
+GOOD = ["a cat", "the dog", "we ran"]
+BAD_ROWS = {
+    "a.txt": (b"a cat\n\xff\nthe dog\nb\0c\nwe ran\n", [2, 4]),
+    "a.jsonl": (b'{"text": "a cat"}\n{"text": \n{"text": "the dog"}\n3\n{"txt": "b"}\n{"text": null}\n'
+                b'{"text": "\xff"}\n{"text": "we ran"}\n', [2, 4, 5, 6, 7]),
+    "a.csv": (b'text,id\na cat,1\n"b" c,2\nthe dog,3\nb,c,4\nb\n"b,5\n\xff,6\nwe ran,7\n', [3, 5, 6, 9, 8]),
+    "a.tsv": (b"text\tid\na cat\t1\nb\nthe dog\t2\nwe ran\t3\n", [3]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_bad_rows_are_left_out_and_named(name, tmp_path):
+    data, wanted = BAD_ROWS[name]
+    (tmp_path / name).write_bytes(data)
+    left_out = []
+    assert list(read_texts(tmp_path / name, bad=left_out.append)) == GOOD
+    said = [str(error).split(": ")[0].removeprefix(f"{tmp_path / name}, line ") for error in left_out]
+    assert sorted(set(map(int, said))) == sorted(wanted), left_out
+    with pytest.raises(TextFileError):
+        list(read_texts(tmp_path / name))
+
+
+def test_a_line_that_is_too_long_is_left_out_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("fastbert.data.text_files.MAX_LINE_BYTES", 10)
+    (tmp_path / "a.txt").write_text("a cat\n" + "b" * 35 + "\nthe dog\n")
+    left_out = []
+    assert list(read_texts(tmp_path / "a.txt", bad=left_out.append)) == GOOD[:2] and len(left_out) == 1
+
+
+@pytest.mark.parametrize("data", (b'te"xt,\xff\na,b\n', b'"text" x,id\na,b\n', b'"text,id\na,b\nc,d\n'))
+def test_a_header_is_not_left_out(data, tmp_path):
+    (tmp_path / "a.csv").write_bytes(data)
+    with pytest.raises(TextFileError):
+        list(read_texts(tmp_path / "a.csv", bad=[].append))
