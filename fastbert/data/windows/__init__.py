@@ -12,12 +12,11 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import islice
 from typing import Literal, NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from fastbert.data.template import Template
 from fastbert.data.tokenized import Tokenized
@@ -30,8 +29,9 @@ TEXTS_AT_ONCE, CHARS_AT_ONCE = 1024, 1 << 19  # tokenised at a time: an Encoding
 PIECE_CHARS = 1 << 16  # of a long text that are tokenised by themselves
 AROUND = 200  # characters on each side of a blank whose tokens are compared
 PLACES_TO_TRY = 50
+_BLANK_TOKENS = ("\u2581", "\u0120")  # of a blank alone, in SentencePiece's and in byte-level vocabularies
 _BLANK = re.compile(r"(?<=\w) (?=\w)")
-_BLANKS = np.array([i for i in range(0x3001) if chr(i).isspace()])
+_IS_BLANK = np.array([chr(i).isspace() for i in range(0x3002)])  # the last one stands for all that are behind it
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,10 @@ class Windows:
 class TokenWindows(Tokenized):
     """The windows of texts, in order; `source` says which text each is of.
 
-    spans: int32 (tokens, 2), the characters of the text that each token stands for, -1 for tokens of none. parts: uint8
-    (tokens,), what each token is: OUTSIDE, OVERLAP or CORE. begins: int64 (windows,), how many tokens of its text stand
-    before a window's.
+    spans: int32 (tokens, 2), the characters of the text that each token stands for, without white space at their ends;
+    -1 for tokens of none. A blank that is a token by itself, before a word, stands for the word's first character: the
+    tokenizer has made a part of the word of it. parts: uint8 (tokens,), what each token is: OUTSIDE, OVERLAP or CORE.
+    begins: int64 (windows,), how many tokens of its text stand before a window's.
     """
 
     spans: np.ndarray = field(kw_only=True, repr=False)
@@ -216,14 +217,14 @@ class Cutter:
         self.tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        self.template = Template.of(self.tokenizer, 1)
+        self.template, self.of_pairs = Template.of(self.tokenizer, 1), Template.of(self.tokenizer, 2)
+        # What is left of a post-processor without special tokens trims spans: of a blank that the tokenizer has put
+        # before a word it takes the word's first letter.
+        self.tokenizer.post_processor = processors.Sequence([])
+        self._blanks = [i for i in map(self.tokenizer.token_to_id, _BLANK_TOKENS) if i is not None]
         self.with_types, self.limit, self.quietly = with_types, limit, quietly
         self.length, self.overlap, self.at = length, overlap, at
         self.room(self.template, 0)
-
-    @cached_property
-    def of_pairs(self) -> Template:
-        return Template.of(self.tokenizer, 2)
 
     def room(self, template: Template, before: int) -> int:
         """Tokens of a text in a window that has `before` tokens of another one."""
@@ -252,6 +253,7 @@ class Cutter:
                 of_prompt = int(np.argmax(np.append(places[:, 1] > len(prompt), True)))
                 first, tokens, places = tokens[:of_prompt], tokens[of_prompt:], places[of_prompt:]
                 places = np.where(places >= 0, np.maximum(places - len(prompt), 0), -1)
+            places = self._trimmed(texts[i], tokens, places)
             ranges = self.ranges(texts[i], places, self.room(template, len(first)))
             if (missing := len(tokens) - int(ranges.stops[-1])) > 0:
                 left_out.append(i)
@@ -292,14 +294,14 @@ class Cutter:
         if self.at == "tokens" or len(spans) <= room:
             return ranges_of(len(spans), room, self.overlap, self.limit)
         sentences = np.unique(np.searchsorted(np.maximum.accumulate(spans[:, 1]), sentences_of(text), "right"))
-        characters = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-        is_blank = np.append(True, np.isin(characters, _BLANKS))  # before each character
-        begins = np.maximum(spans[:, 0], 0)
-        words = np.flatnonzero((spans[:, 0] >= 0) & (is_blank[begins] | is_blank[begins + 1]))
+        is_behind_blank = np.append(True, _is_blank(text))
+        words = np.flatnonzero((spans[:, 0] >= 0) & is_behind_blank[spans[:, 0]])
         return ranges_at(sentences, words, len(spans), room, self.overlap, self.limit)
 
     def read(self, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(ids, spans) of each text, without special tokens: int32 (tokens,), (tokens, 2), -1 for no character."""
+        """(ids, spans) of each text, without special tokens: int32 (tokens,), (tokens, 2), -1 for no character. White
+        space before a word is in its span, if it is in its token.
+        """
         ids, spans = [np.zeros(0, np.int32)], [np.zeros((0, 2), np.int32)]
         for group in _groups((text, piece) for text in texts for piece in self.pieces(text)):
             pieces = [text[piece.start : piece.stop] for text, piece in group]
@@ -311,6 +313,18 @@ class Cutter:
                 if piece.stop == len(text):
                     yield np.concatenate(ids), np.concatenate(spans)
                     del ids[1:], spans[1:]
+
+    def _trimmed(self, text: str, ids: np.ndarray, spans: np.ndarray) -> np.ndarray:
+        """The spans of tokens as TokenWindows has them, of those that `read` gives."""
+        is_blank = np.append(_is_blank(text), True)
+        begins, ends = spans.T
+        while (more := (begins < ends) & is_blank[begins]).any():
+            begins = begins + more
+        while (more := (begins < ends) & is_blank[ends - 1]).any():
+            ends = ends - more
+        is_of_a_word = np.isin(ids, self._blanks) & (begins == ends) & (begins > 0) & ~is_blank[begins]
+        ends = ends + is_of_a_word
+        return np.where(begins < ends, (begins, ends), -1).T
 
     def pieces(self, text: str) -> Iterator[slice]:
         """Parts of a text that are tokenised by themselves, with the tokens that they have in the whole text: a
@@ -344,6 +358,11 @@ class Cutter:
             if whole.ids == before.ids + behind.ids and whole.offsets == offsets:
                 return at
         return None
+
+
+def _is_blank(text: str) -> np.ndarray:
+    """Of each character whether it is white space, as str.isspace has it."""
+    return _IS_BLANK[np.minimum(np.frombuffer(text.encode("utf-32-le"), np.uint32), len(_IS_BLANK) - 1)]
 
 
 def _groups(pieces: Iterable[tuple[str, slice]]) -> Iterator[list[tuple[str, slice]]]:
