@@ -141,10 +141,10 @@ def test_answers_have_the_places_of_entities(tmp_path):
 
 
 def test_words_are_found_in_tokens_that_begin_with_their_blank():
-    """Byte-level tokenizers may count the blank before a word to its first token, or have a token for it alone."""
+    """Where the blank before a word is a token alone, it stands for the first character of the word."""
     from fastbert.data.windows import CORE, TokenWindows
 
-    spans = np.array([[-1, -1], [0, 2], [2, 6], [6, 7], [7, 9], [9, 11], [-1, -1]], np.int32)
+    spans = np.array([[-1, -1], [0, 2], [3, 6], [7, 8], [7, 9], [9, 11], [-1, -1]], np.int32)
     parts, begins = np.full(7, CORE), np.zeros(1, np.int64)
     made = TokenWindows(
         np.zeros(7, np.int32), None, np.array([0, 7]), np.array([0]), spans=spans, parts=parts, begins=begins

@@ -118,6 +118,14 @@ class TokenWindows(Tokenized):
         )
 
     @property
+    def positions(self) -> np.ndarray:
+        """Which one of its text's tokens each token is, in every window that it is in: int64 (tokens,), -1 OUTSIDE."""
+        in_text, of_token = self.parts != OUTSIDE, self.of_token
+        before = np.append(0, np.cumsum(in_text))  # tokens of texts before each token
+        numbers = before[:-1] - before[self.offsets[:-1]][of_token] + self.begins[of_token]
+        return np.where(in_text, numbers, -1)
+
+    @property
     def of_texts(self) -> list[np.ndarray]:
         """The windows of each text."""
         return np.split(np.arange(len(self)), np.flatnonzero(np.diff(self.source)) + 1) if len(self) else []

@@ -38,8 +38,10 @@ class Words:
     """Texts that are cut into windows, and for each of their words the tokens that speak for it.
 
     starts, ends: the characters of each word, int64 (words,). counts: words of each text. tokens: int64 (n,), in order,
-    tokens that speak, and of_word which word each of them speaks for: its first token, in the window of whose core it
-    is, or in every window that it is in (`everywhere`). A word of which the tokenizer makes nothing has none.
+    tokens that speak, and of_word which word each of them speaks for: the word's first token, in the window of whose
+    core it is, or in every window that it is in (`everywhere`). That is the first one that has any of its characters:
+    normalizers delete some, at the begin of a word, too. A token of several words is the first one's. A word of which
+    the tokenizer makes nothing has none.
     """
 
     def __init__(
@@ -53,25 +55,22 @@ class Words:
         everywhere: bool = False,
     ):
         self.windows, self.texts, self.starts, self.ends, self.counts = windows, texts, starts, ends, counts
-        first = np.cumsum(counts) - counts  # each text's first word
         span, of_token = windows.spans, windows.of_token
         found = np.flatnonzero((span[:, 0] >= 0) & ((windows.parts == CORE) | everywhere))
-        text = windows.source[of_token[found]]
-        # The word that a character is of, blanks before it included: its number among all words, by one search. Texts
-        # are laid out one behind the other, a character apart.
+        # The word that a token is of: its number among all words, by one search. Texts are laid out one behind the
+        # other, a character apart.
         base = np.cumsum([0, *(len(t) + 1 for t in texts)])
-        all_starts = starts + np.repeat(base[:-1], counts)
+        all_starts = np.append(starts + np.repeat(base[:-1], counts), base[-1])  # and one behind the last text
         all_ends = ends + np.repeat(base[:-1], counts)
-        begin = span[found, 0] + base[text]
+        begin, end = (span[found] + base[windows.source[of_token[found]], None]).T
         word = np.searchsorted(all_ends, begin, "right")
-        inside = (word < len(all_ends)) & (word < first[text] + counts[text])
-        found, word, begin = found[inside], word[inside], begin[inside]
-        is_first = begin <= all_starts[word]
-        found, word = found[is_first], word[is_first]
-        # Of several tokens of a word the first: of its core, or of each window.
-        _, ones = np.unique(word + (of_token[found] * len(starts) if everywhere else 0), return_index=True)
-        ones.sort()
-        self.tokens, self.of_word = found[ones], word[ones]
+        is_inside = end > all_starts[word]
+        found, word = found[is_inside], word[is_inside]
+        place = windows.positions[found]
+        first = np.full(len(starts), len(span))
+        np.minimum.at(first, word, place)
+        is_first = place == first[word]
+        self.tokens, self.of_word = found[is_first], word[is_first]
 
     def __len__(self) -> int:
         return len(self.starts)

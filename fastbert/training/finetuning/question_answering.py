@@ -119,18 +119,23 @@ def finder_of(model: Any, tokenizer: Tokenizer, usage: Usage) -> QuestionAnswere
 
 
 def examples_of(made: TokenWindows, data: Questions) -> LabelledSequences:
-    """Windows with the places of the first answer, or of their first token, if the answer is not in them."""
+    """Windows with the places of the first answer, or of their first token, if not all of the answer is in them. Its
+    tokens are those that have any of its characters.
+    """
     places = [answers[0] if answers else ("", -1) for answers in data.answers]
     begin = np.array([at for _, at in places], np.int64)[made.source]
     end = np.array([at + len(text) for text, at in places], np.int64)[made.source]
     spans, of_token = made.spans, made.of_token
-    in_text = spans[:, 0] >= 0
-    number = np.arange(len(spans)) - made.offsets[of_token]
-    first = np.full(len(made), -1, np.int64)  # the last token that begins at the answer's begin, or before
-    np.maximum.at(first, of_token, np.where(in_text & (spans[:, 0] <= begin[of_token]), number, -1))
-    far = len(spans)
-    last = np.full(len(made), far, np.int64)  # the first token that ends at its end, or behind
-    np.minimum.at(last, of_token, np.where(in_text & (spans[:, 1] >= end[of_token]), number, far))
-    found = (begin >= 0) & (first >= 0) & (last < far) & (first <= last)
+    tokens = np.flatnonzero((spans[:, 0] >= 0) & (spans[:, 0] < end[of_token]) & (spans[:, 1] > begin[of_token]))
+    window, place = of_token[tokens], made.positions[tokens]
+    first = np.full(len(data.ids), len(spans))
+    last = np.full(len(data.ids), -1)
+    np.minimum.at(first, made.source[window], place)
+    np.maximum.at(last, made.source[window], place)
+    found = np.full((2, len(made)), -1)
+    for row, ends in zip(found, (first, last), strict=True):
+        is_end = place == ends[made.source[window]]
+        row[window[is_end]] = tokens[is_end] - made.offsets[window[is_end]]
+    starts, stops = np.where((found >= 0).all(0), found, 0)
     say_notes(note_of_windows(len(made) - len(data.ids), data.name))
-    return LabelledSequences(made, start_positions=np.where(found, first, 0), end_positions=np.where(found, last, 0))
+    return LabelledSequences(made, start_positions=starts, end_positions=stops)
