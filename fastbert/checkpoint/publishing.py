@@ -17,6 +17,15 @@ _TASKS = {
     "ForQuestionAnswering": "question-answering",
     "ForMultipleChoice": "multiple-choice",
 }
+# Of a class for texts: the hub's word, and what loads its folders, too.
+_OF_TEXTS = {
+    "SentenceEncoder": ("sentence-similarity", "sentence_transformers.SentenceTransformer"),
+    "Reranker": ("text-ranking", "sentence_transformers.CrossEncoder"),
+    "SparseEncoder": ("feature-extraction", "sentence_transformers.SparseEncoder"),
+    "TextClassifier": ("text-classification", "transformers.AutoModelForSequenceClassification"),
+    "TokenClassifier": ("token-classification", "transformers.AutoModelForTokenClassification"),
+    "QuestionAnswerer": ("question-answering", "transformers.AutoModelForQuestionAnswering"),
+}
 
 
 def model_card(kind: str, config: EncoderConfig, repo_id: str, source: str, tags: list[str]) -> str:
@@ -27,14 +36,15 @@ def model_card(kind: str, config: EncoderConfig, repo_id: str, source: str, tags
     from huggingface_hub import ModelCardData
 
     is_hub_id = source.count("/") == 1 and not source.startswith((".", "~", "/")) and not Path(source).exists()
+    auto = "AutoModel" if kind.endswith("Model") else f"AutoModelFor{kind.rpartition('For')[2]}"
     task = next((task for end, task in _TASKS.items() if kind.endswith(end)), None)
+    task, other = _OF_TEXTS.get(kind, (task, f"transformers.{auto}"))
     data = ModelCardData(
-        library_name="transformers",
+        library_name=other.partition(".")[0].replace("_", "-"),
         pipeline_tag=task,
         base_model=source if is_hub_id else None,
         tags=list(dict.fromkeys([*tags, "fastbert"])),
     )
-    auto = "AutoModel" if kind.endswith("Model") else f"AutoModelFor{kind.rpartition('For')[2]}"
     labels = ", ".join(config.id2label[i] for i in sorted(config.id2label)[:20])
     lines = [
         f"---\n{data.to_yaml()}\n---\n",
@@ -42,10 +52,10 @@ def model_card(kind: str, config: EncoderConfig, repo_id: str, source: str, tags
         f"`{kind}` with {config.num_hidden_layers} layers of width {config.hidden_size}, saved by fastbert. "
         + (f"It was made from `{source}`.\n" if is_hub_id else "\n"),
         "```python\nimport fastbert\n",
-        f'model = fastbert.{auto}.from_pretrained("{repo_id}")',
+        f'model = fastbert.{kind if kind in _OF_TEXTS else auto}.from_pretrained("{repo_id}")',
         "```\n",
-        f"`transformers.{auto}` loads it, too.\n",
-        *([f"Labels: {labels}\n"] if kind.endswith(("SequenceClassification", "TokenClassification")) else []),
+        f"`{other}` loads it, too.\n",
+        *([f"Labels: {labels}\n"] if task in ("text-classification", "token-classification") else []),
         "## Training data and evaluation\n\nTo be filled in by its authors.\n",
     ]
     return "\n".join(lines)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -60,9 +61,14 @@ class _Bare(NamedTuple):
         return {name: flag(self.where(name), self.settings, name, default) for name, default in defaults.items()}
 
 
-def read_bare(folder: Path, form: NewVocabulary, lowercase: bool = False) -> Tokenizer:
-    """From the files that `form` names, all of which are there. Raises CheckpointError: they are damaged."""
-    settings = tokenizer_settings(folder)
+def read_bare(
+    folder: Path, form: NewVocabulary, lowercase: bool = False, given: Mapping[str, Any] = MappingProxyType({})
+) -> Tokenizer:
+    """From the files that `form` names, all of which are there. Raises CheckpointError: they are damaged.
+
+    given: entries of tokenizer_config.json that hold instead of the file's.
+    """
+    settings = {**tokenizer_settings(folder), **given}
     mapped = {} if _LISTED in settings else optional_json(folder / _MAP)  # as transformers: it is older than such lists
     bare = _Bare(folder, form, {**settings, **mapped}, mapped)
     if settings.get("split_special_tokens"):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import reprlib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Tokenizer, normalizers
@@ -39,22 +41,30 @@ def load_tokenizer(folder: Path, *, lowercase: bool = False, form: NewVocabulary
     return tokenizer
 
 
-def load_cutting_tokenizer(folder: Path, *, lowercase: bool = False, side: str | None = None) -> Tokenizer:
-    """As load_tokenizer; texts are to be cut at `side`, "left" or "right", or where the folder says, as transformers.
+def load_cutting_tokenizer(
+    folder: Path, *, lowercase: bool = False, given: Mapping[str, Any] | None = None
+) -> Tokenizer:
+    """As load_tokenizer; texts are to be cut at the side that the folder says, as in transformers.
+
+    given: entries of tokenizer_config.json, `truncation_side` or `do_lower_case`, that hold instead of the file's.
 
     No text is cut yet: the tokenizer's `truncation` has the side for who sets the length. Raises CheckpointError.
     """
-    tokenizer = _read(folder, lowercase)
-    side = side or tokenizer_settings(folder).get("truncation_side") or (tokenizer.truncation or {}).get("direction")
+    given = given or {}
+    tokenizer = _read(folder, lowercase, given=given)
+    side = {**tokenizer_settings(folder), **given}.get("truncation_side")
+    side = side or (tokenizer.truncation or {}).get("direction")
     if side not in (None, "left", "right"):
         raise CheckpointError(f"{folder / SETTINGS}: truncation_side is {reprlib.repr(side)}; it must be left or right")
     tokenizer.enable_truncation(NO_LIMIT, direction=side or "right")
     return tokenizer
 
 
-def _read(folder: Path, lowercase: bool, form: NewVocabulary | None = None) -> Tokenizer:
+def _read(
+    folder: Path, lowercase: bool, form: NewVocabulary | None = None, given: Mapping[str, Any] = MappingProxyType({})
+) -> Tokenizer:
     if (folder / "tokenizer.json").is_file():
-        tokenizer = _from_json(folder / "tokenizer.json", lowercase)
+        tokenizer = _from_json(folder / "tokenizer.json", lowercase, given)
     else:
         from fastbert.data.bare_tokenizer import read_bare  # here: few folders need it, and to import it takes time
 
@@ -62,7 +72,7 @@ def _read(folder: Path, lowercase: bool, form: NewVocabulary | None = None) -> T
         form = form if form.bare else _BERT
         if not all((folder / name).is_file() for name in form.bare):
             raise CheckpointError(_nothing_to_read(folder, form))
-        tokenizer = read_bare(folder, form, lowercase)
+        tokenizer = read_bare(folder, form, lowercase, given)
     tokenizer.no_padding()
     _check_unknown(tokenizer, folder)
     return tokenizer
@@ -86,22 +96,25 @@ def _nothing_to_read(folder: Path, form: NewVocabulary) -> str:
     return f"{folder} has neither tokenizer.json nor {' and '.join(form.bare)}{reason}"
 
 
-def _from_json(path: Path, lowercase: bool) -> Tokenizer:
+def _from_json(path: Path, lowercase: bool, given: Mapping[str, Any]) -> Tokenizer:
     try:
         # from_file and from_str raise a bare Exception; from_buffer raises this.
         tokenizer = Tokenizer.from_buffer(path.read_bytes())
     except ValueError as error:
         raise CheckpointError(f"{path} is no tokenizer: {error}") from None
-    _follow(tokenizer, path.parent)
+    _follow(tokenizer, path.parent, given)
     if lowercase and not _lowers(json.loads(tokenizer.to_str())["normalizer"]):
         then = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
         tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *then])
     return tokenizer
 
 
-def _follow(tokenizer: Tokenizer, folder: Path) -> None:
-    """Where tokenizer_config.json contradicts a BERT normalizer of tokenizer.json, it holds, as in transformers."""
-    normalizer, settings = tokenizer.normalizer, tokenizer_settings(folder)
+def _follow(tokenizer: Tokenizer, folder: Path, given: Mapping[str, Any]) -> None:
+    """Where tokenizer_config.json contradicts a BERT normalizer of tokenizer.json, it holds, as in transformers.
+
+    What is `given` holds instead of its entries.
+    """
+    normalizer, settings = tokenizer.normalizer, {**tokenizer_settings(folder), **given}
     if not isinstance(normalizer, normalizers.BertNormalizer) or settings.get("tokenizer_class") in _GENERIC:
         return
     for name, attribute in _ATTRIBUTES.items():

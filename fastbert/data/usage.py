@@ -66,7 +66,6 @@ def read_usage(folder: Path, source: str) -> Usage:
     return usage
 
 
-def trained_windows(folder: Path) -> Windows | None:
-    """How a folder's fine-tuning cut texts that were too long, where it did. Raises ConfigError: a file is damaged."""
-    usage = read_usage(folder, str(folder)) if (folder / FILE).is_file() else None
-    return usage.own_windows if usage is not None and usage.windows else None
+def usage_of(folder: Path) -> Usage | None:
+    """What a folder's fine-tuning says, where it says something. Raises ConfigError: a file is damaged."""
+    return read_usage(folder, str(folder)) if (folder / FILE).is_file() else None

@@ -26,7 +26,6 @@ from fastbert.sentences.batches import bar_of, check_listed, check_texts, in_chu
 from fastbert.sentences.loading import LoadArguments, open_folder
 from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.pooling import pool as pool_tokens
-from fastbert.sentences.saving import save_encoder
 from fastbert.sentences.similarity import PRECISIONS, HasSimilarity, Precision, Similarity, in_precision
 from fastbert.sentences.text_model import Devices, InferenceOptions, TextModel, inference_options
 
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from fastbert.data.windows import Windows
     from fastbert.data.windows.job import WindowJob
     from fastbert.sentences.documents import Chunks
+    from fastbert.sentences.saving import SavedModule
 
 ORGANISATION = "sentence-transformers"  # of names on the hub that have none
 
@@ -46,7 +46,7 @@ class SentenceEncoder(TextModel, HasSimilarity):
     """Turns texts into vectors of `dim` numbers; cuts texts to `max_seq_length` tokens."""
 
     model: EncoderModel
-
+    transformer_task, model_type = "feature-extraction", "SentenceTransformer"
     default_prompts = ("query", "document")
 
     def __init__(
@@ -69,7 +69,7 @@ class SentenceEncoder(TextModel, HasSimilarity):
             CheckpointError: a file is absent or damaged. ConfigError: fastbert does not have a module, a pooling mode
             or a setting of the folder, the device is not there, or a value is out of range.
         """
-        opened = open_folder(model_name_or_path, "feature-extraction", ORGANISATION, options)
+        opened = open_folder(model_name_or_path, self.transformer_task, ORGANISATION, options)
         model = load_encoder(opened.folder, str(model_name_or_path), opened.dtype, opened.config)
         opened.quantised(model)
         recipe = read_recipe(opened.root, model.config.hidden_size)
@@ -112,12 +112,14 @@ class SentenceEncoder(TextModel, HasSimilarity):
 
     get_sentence_embedding_dimension = get_embedding_dimension  # what releases before 6 called it
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Writes a sentence-transformers folder, which `from_pretrained` and sentence-transformers read.
+    def saved_modules(self) -> list[SavedModule]:
+        from fastbert.sentences.saving import saved_recipe
 
-        That of a quantised model is for `from_pretrained` alone. Raises the errors of a model's save_pretrained.
-        """
-        save_encoder(self, folder)
+        return saved_recipe(self.recipe, self.model.config.hidden_size)
+
+    def saved_settings(self) -> dict[str, Any]:
+        truncation = {} if self.truncate_dim is None else {"truncate_dim": self.truncate_dim}
+        return {"similarity_fn_name": self.similarity_fn_name, **truncation}
 
     def as_sentence_transformer(self) -> Any:
         """A sentence_transformers.SentenceTransformer with the same weights, for tools that take no other class.

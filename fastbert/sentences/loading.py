@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from fastbert.checkpoint.arguments import check_format, chosen_device, left_over
 from fastbert.checkpoint.dtypes import parse_dtype
+from fastbert.checkpoint.tokenizer_files import SETTINGS
 from fastbert.checkpoint.weight_files import some
 from fastbert.data.sentence_folder import (
     FolderSettings,
@@ -84,7 +85,7 @@ class Opened:
     int8: bool
     config: dict[str, Any]  # entries of it to change
     given_length: int | None
-    side: str | None
+    tokenizer_given: dict[str, Any]  # entries of tokenizer_config.json to change
 
     def quantised(self, model: PreTrainedModel) -> PreTrainedModel:
         """The model on its device, frozen, in int8 where that is asked for."""
@@ -94,7 +95,9 @@ class Opened:
         return model
 
     def tokenizer(self) -> Tokenizer:
-        return load_cutting_tokenizer(self.folder, lowercase=self.settings.transformer.lowercase, side=self.side)
+        return load_cutting_tokenizer(
+            self.folder, lowercase=self.settings.transformer.lowercase, given=self.tokenizer_given
+        )
 
     def whole(self, auto: Any, what: str) -> Any:
         """The model of an Auto class, all of whose weights are there. Raises CheckpointError: the folder is no `what`,
@@ -151,10 +154,10 @@ def open_folder(
     cut = transformer.handed_on.get("processor_kwargs", {})
     for name in ("processor_kwargs", "tokenizer_kwargs"):
         cut = {**cut, **(options.get(name) or {})}
-    length, side, lowercase = _of_tokenizer(cut)
+    length, tokenizer_given = _of_tokenizer(cut)
     transformer.max_seq_length = transformer.max_seq_length if length is None else length
-    transformer.lowercase = transformer.lowercase or lowercase
     settings = read_settings(root, folder, transformer)
+    settings.tokenizer_files[SETTINGS] = settings.tokenizer_files.get(SETTINGS, {}) | tokenizer_given
     prompts = dict(options.get("prompts") or {})
     for name, text in prompts.items():
         check_text(f"prompts[{name!r}]", text)
@@ -170,7 +173,7 @@ def open_folder(
         int8=int8,
         config={**_of_config(transformer.handed_on), **config},
         given_length=options.get("max_seq_length"),
-        side=side,
+        tokenizer_given=tokenizer_given,
     )
 
 
@@ -200,8 +203,8 @@ def _dtype(dtype: Any, given: Mapping[str, Any], *, overrides: bool = False) -> 
     return dtype
 
 
-def _of_tokenizer(given: Mapping[str, Any]) -> tuple[int | None, str | None, bool]:
-    """(length, side at which texts are cut, whether they are lowered). Raises ConfigError."""
+def _of_tokenizer(given: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
+    """The length, and the other entries of tokenizer_config.json to change. Raises ConfigError."""
     length, side, lowercase = (given.get(name) for name in _OF_TOKENIZER)
     for name in given:
         if name not in (*_OF_TOKENIZER, *_HUB, *_WITHOUT_EFFECT, "trust_remote_code"):
@@ -213,7 +216,7 @@ def _of_tokenizer(given: Mapping[str, Any]) -> tuple[int | None, str | None, boo
         raise ConfigError(f"truncation_side is {side!r}; it must be left or right")
     if lowercase not in (None, True, False):
         raise ConfigError(f"do_lower_case is {lowercase!r}; it must be True or False")
-    return length, side, bool(lowercase)
+    return length, {name: given[name] for name in _OF_TOKENIZER[1:] if given.get(name) is not None}
 
 
 def _hub_options(given: Mapping[str, Any]) -> HubOptions:

@@ -87,6 +87,16 @@ class Reranker(SequenceScorer):
 
     _given_activation: Activation | None = None
 
+    def saved_settings(self) -> dict[str, Any]:
+        fn: Any = self.activation_fn
+        kind: Any = _ACTIVATIONS.get(type(fn).__name__)
+        if type(fn) is not kind or repr(fn) != repr(kind()):  # then its parameters are not the default ones
+            raise ConfigError(
+                f"activation_fn is {fn!r}, which a folder cannot name; it can name {', '.join(_ACTIVATIONS)} of"
+                " torch.nn. Nothing was saved"
+            )
+        return {"activation_fn": f"{kind.__module__}.{kind.__qualname__}"}
+
     @property
     def max_length(self) -> int:
         """What CrossEncoder calls `max_seq_length`."""

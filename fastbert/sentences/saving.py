@@ -1,48 +1,112 @@
-"""Writes a SentenceEncoder as a sentence-transformers folder, which sentence-transformers and from_pretrained read."""
+"""Writes the folder of a model for texts, which sentence-transformers and from_pretrained read."""
 
 from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from tokenizers import Tokenizer
 from torch import nn
 
+from fastbert.checkpoint.arguments import check_saving
+from fastbert.checkpoint.publishing import model_card
 from fastbert.checkpoint.saving import beside
-from fastbert.data.sentence_folder import Normalize
+from fastbert.checkpoint.tokenizer_files import SETTINGS
+from fastbert.data.sentence_folder import Normalize, Recipe
 from fastbert.files import move
 
 if TYPE_CHECKING:
-    from fastbert.sentences.encoder import SentenceEncoder
+    from fastbert.sentences.text_model import TextModel
 
 
-def save_encoder(encoder: SentenceEncoder, folder: str | os.PathLike[str]) -> None:
-    """The model's own files come last: a folder without them loads as none. Raises OSError."""
+@dataclass(frozen=True)
+class SavedModule:
+    """What follows the Transformer: its class, by its path in `sentence_transformers`, its config and its weights."""
+
+    path: str
+    config: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        return self.path.rpartition(".")[2]
+
+
+def save_text_model(
+    model: TextModel, folder: str | os.PathLike[str], name: str | None, with_card: bool, safe_serialization: bool
+) -> None:
+    """See TextModel.save_pretrained. The model's own files come last: a folder without them loads as none."""
+    check_saving(safe_serialization, None, None, 0, {})
+    modules, settings, usage = model.saved_modules(), model.saved_settings(), model.saved_usage()
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
     with beside(root) as new:
-        modules = _write_modules(encoder, new)
-        _write_json(new / "modules.json", [{"idx": i, "name": str(i), **entry} for i, entry in enumerate(modules)])
-        _write_json(new / "config_sentence_transformers.json", _settings(encoder))
-        own = {"max_seq_length": encoder.max_seq_length, "do_lower_case": encoder.settings.transformer.lowercase}
-        own |= {f"{task}_length": length for task, length in encoder.settings.transformer.lengths.items()}
-        _write_json(new / "sentence_bert_config.json", own)
-        save_tokenizer(encoder, new)
+        if model.model_type:
+            own: dict[str, Any] = {"model_type": model.model_type, "prompts": model.prompts}
+            own |= {"default_prompt_name": model.default_prompt_name, **settings}
+            _write_json(new / "config_sentence_transformers.json", own)
+            _write_modules(modules, new)
+        _write_json(new / "sentence_bert_config.json", _transformer(model))
+        if usage is not None:
+            usage.save(new)
+        save_tokenizer(model, new)
+        if with_card and not (root / "README.md").exists():
+            card = model_card(
+                type(model).__name__, model.model.live_config, name or root.name, model.model.name_or_path, []
+            )
+            (new / "README.md").write_text(card, encoding="utf-8")
         for path in sorted(path for path in new.rglob("*") if path.is_file()):
             target = root / path.relative_to(new)
             target.parent.mkdir(exist_ok=True)
             move(path, target)
-    encoder.model.save_pretrained(root)
+    model.model.save_pretrained(root)
 
 
-def save_tokenizer(encoder: SentenceEncoder, folder: Path) -> None:
-    """tokenizer.json, and what transformers has beside it."""
-    tokenizer = Tokenizer.from_str(encoder.tokenizer.to_str())
+def saved_recipe(recipe: Recipe, hidden_size: int) -> list[SavedModule]:
+    """What makes a vector of an encoder's hidden states."""
+    rest = iter(recipe.modules)
+    modes: Any = list(recipe.pooling) if len(recipe.pooling) > 1 else recipe.pooling[0]
+    pooling = {"embedding_dimension": hidden_size, "pooling_mode": modes, "include_prompt": recipe.prompt_is_pooled}
+    made = [SavedModule("models.Pooling", pooling)]
+    for module in rest:
+        if isinstance(module, Normalize):
+            made.append(SavedModule("models.Normalize"))
+            continue
+        assert isinstance(module, nn.Linear)
+        activation = type(next(rest))
+        config = {
+            "in_features": module.in_features,
+            "out_features": module.out_features,
+            "bias": module.bias is not None,
+            "activation_function": f"{activation.__module__}.{activation.__qualname__}",
+        }
+        weights = {f"linear.{key}": t for key, t in module.state_dict().items()}
+        made.append(SavedModule("models.Dense", config, weights))
+    return made
+
+
+def _transformer(model: TextModel) -> dict[str, Any]:
+    own: dict[str, Any] = {
+        "max_seq_length": model.max_seq_length,
+        "do_lower_case": model.settings.transformer.lowercase,
+    }
+    if model.model_type and model.transformer_task != "feature-extraction":  # which older releases have no name for
+        own["transformer_task"] = model.transformer_task
+    return own | {f"{task}_length": length for task, length in model.settings.transformer.lengths.items()}
+
+
+def save_tokenizer(model: TextModel, folder: Path) -> None:
+    """tokenizer.json, and what transformers has beside it: there it looks for how texts are cut."""
+    tokenizer = Tokenizer.from_str(model.tokenizer.to_str())
+    cut = {"model_max_length": model.max_seq_length, "truncation_side": (tokenizer.truncation or {})["direction"]}
     tokenizer.no_truncation()
     tokenizer.save(str(folder / "tokenizer.json"))
-    for name, entries in encoder.settings.tokenizer_files.items():
+    files = model.settings.tokenizer_files
+    for name, entries in {**files, SETTINGS: files.get(SETTINGS, {}) | cut}.items():
         _write_json(folder / name, entries)
 
 
@@ -51,48 +115,20 @@ def _write_json(path: Path, entries: Any) -> None:
     path.write_text(json.dumps(entries, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _settings(encoder: SentenceEncoder) -> dict[str, Any]:
-    truncation = {} if encoder.truncate_dim is None else {"truncate_dim": encoder.truncate_dim}
-    return {
-        "model_type": "SentenceTransformer",
-        "prompts": encoder.prompts,
-        "default_prompt_name": encoder.default_prompt_name,
-        "similarity_fn_name": encoder.similarity_fn_name,
-        **truncation,
-    }
-
-
-def _write_modules(encoder: SentenceEncoder, root: Path) -> list[dict[str, str]]:
-    """The folders of what follows the Transformer; the entries of modules.json."""
-    recipe, rest = encoder.recipe, iter(encoder.recipe.modules)
-    entries = [_entry("", "Transformer"), _entry("1_Pooling", "Pooling")]
-    modes: Any = list(recipe.pooling) if len(recipe.pooling) > 1 else recipe.pooling[0]
-    pooling = {"embedding_dimension": encoder.model.config.hidden_size, "pooling_mode": modes}
-    _write_json(root / "1_Pooling/config.json", {**pooling, "include_prompt": recipe.prompt_is_pooled})
-    for module in rest:
-        name = f"{len(entries)}_{'Normalize' if isinstance(module, Normalize) else 'Dense'}"
-        entries.append(_entry(name, name.partition("_")[2]))
-        (root / name).mkdir()
-        if not isinstance(module, Normalize):
-            assert isinstance(module, nn.Linear)
-            _write_dense(root / name, module, next(rest))
-    return entries
-
-
-def _entry(path: str, kind: str) -> dict[str, str]:
-    return {"path": path, "type": f"sentence_transformers.models.{kind}"}
-
-
-def _write_dense(folder: Path, linear: nn.Linear, activation: nn.Module) -> None:
+def _write_modules(modules: list[SavedModule], root: Path) -> None:
+    """modules.json, and the folders of what follows the Transformer."""
     from safetensors.torch import save_file
 
-    kind = type(activation)
-    entries = {
-        "in_features": linear.in_features,
-        "out_features": linear.out_features,
-        "bias": linear.bias is not None,
-        "activation_function": f"{kind.__module__}.{kind.__qualname__}",
-    }
-    _write_json(folder / "config.json", entries)
-    weights = {f"linear.{key}": t.detach().cpu().contiguous() for key, t in linear.state_dict().items()}
-    save_file(weights, folder / "model.safetensors")
+    entries: list[dict[str, Any]] = [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
+    ]
+    for i, module in enumerate(modules, 1):
+        folder = f"{i}_{module.kind}"
+        entries.append({"idx": i, "name": str(i), "path": folder, "type": f"sentence_transformers.{module.path}"})
+        (root / folder).mkdir()
+        if module.config:
+            _write_json(root / folder / "config.json", module.config)
+        if module.weights:
+            weights = {key: t.detach().cpu().contiguous() for key, t in module.weights.items()}
+            save_file(weights, root / folder / "model.safetensors")
+    _write_json(root / "modules.json", entries)

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from fastbert.data.sentence_folder import FolderSettings
 from fastbert.data.tokenized import Text
-from fastbert.data.usage import trained_windows
+from fastbert.data.usage import usage_of
 from fastbert.errors import ConfigError, InputError
 from fastbert.models.auto import AutoModelForSequenceClassification
 from fastbert.models.base import PreTrainedModel
@@ -34,6 +34,7 @@ class SequenceScorer(TextModel):
 
     model: ForSequenceClassification
     what: ClassVar[str]  # that it is given, in messages
+    transformer_task, model_type = "sequence-classification", "CrossEncoder"
     # Of the windows of a text: which of them count, and what of them.
     default_pool: ClassVar[Pool] = "mean"
     default_aggregate: ClassVar[str] = "probabilities"
@@ -46,10 +47,15 @@ class SequenceScorer(TextModel):
         self.has_types = model.base_model.table_sizes().has_types
 
     def _load(self, name_or_path: str | os.PathLike[str], organisation: str | None, options: Mapping[str, Any]) -> None:
-        opened = open_folder(name_or_path, "sequence-classification", organisation, options)
+        opened = open_folder(name_or_path, self.transformer_task, organisation, options)
         model = opened.whole(AutoModelForSequenceClassification, self.what)
         self._assemble(model, opened.tokenizer(), opened.length(model), opened.settings)
-        self.folder, self.windows = opened.root, trained_windows(opened.folder)
+        self.folder, self.usage = opened.root, usage_of(opened.folder)
+        self.windows = self.usage.own_windows if self.usage is not None and self.usage.windows else None
+
+    def saved_settings(self) -> dict[str, Any]:
+        named = self.settings.activation_fn
+        return {} if named is None else {"activation_fn": named}
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """Of the labels, (inputs, num_labels) as the logits are: see label_probabilities."""

@@ -110,14 +110,19 @@ def _class() -> type:
         def stop_multi_process_pool(pool: Any) -> None:
             pool.close()
 
-        def save(self, path: str, *args: Any, **options: Any) -> None:
-            self.encoder.save_pretrained(path)
-
         def save_pretrained(self, path: str, *args: Any, **options: Any) -> None:
-            self.encoder.save_pretrained(path)
+            self._told().save_pretrained(path, *args, **options)
+
+        save = save_pretrained
 
         def __reduce__(self) -> Any:
-            return as_sentence_transformer, (self.encoder,)
+            return as_sentence_transformer, (self._told(),)
+
+        def _told(self) -> SentenceEncoder:
+            """The encoder, with what was set on this model since it was made."""
+            for name in ("prompts", "default_prompt_name", "similarity_fn_name", "truncate_dim"):
+                setattr(self.encoder, name, getattr(self, name))
+            return self.encoder
 
     return PackedSentenceTransformer
 

@@ -26,6 +26,8 @@ from fastbert.sentences.text_model import Devices, InferenceOptions, TextModel
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from fastbert.sentences.saving import SavedModule
+
 HEAD_TOKENS = 512  # tokens whose scores of all words are in memory at once: 62 MB for BERT's vocabulary
 
 
@@ -33,6 +35,7 @@ class SparseEncoder(TextModel, HasSimilarity):
     """Turns texts into sparse vectors of `dim` numbers, one for each word of the vocabulary."""
 
     model: MaskedLMHeadModel
+    transformer_task, model_type = "fill-mask", "SparseEncoder"
     default_prompts = ("query", "document")
 
     def __init__(
@@ -56,7 +59,7 @@ class SparseEncoder(TextModel, HasSimilarity):
             does not have a module or a setting of the folder, the device is not there, or a value is out of range.
         """
         kinds = ("Transformer", "MLMTransformer")
-        opened = open_folder(model_name_or_path, "fill-mask", None, options, kinds)
+        opened = open_folder(model_name_or_path, self.transformer_task, None, options, kinds)
         pooling = read_splade(opened.root)
         model = AutoModelForMaskedLM.from_pretrained(opened.folder, dtype=opened.dtype or "auto", **opened.config)
         if model.missing_keys:
@@ -82,6 +85,16 @@ class SparseEncoder(TextModel, HasSimilarity):
         self.dim = self.model.num_words()
         self.similarity_fn_name = self.settings.similarity_fn_name or "dot"
         self.max_active_dims = self.settings.max_active_dims
+
+    def saved_modules(self) -> list[SavedModule]:
+        from fastbert.sentences.saving import SavedModule
+
+        chosen = {"pooling_strategy": self.pooling.strategy, "activation_function": self.pooling.activation}
+        return [SavedModule("sparse_encoder.models.SpladePooling", chosen)]
+
+    def saved_settings(self) -> dict[str, Any]:
+        limit = {} if self.max_active_dims is None else {"max_active_dims": self.max_active_dims}
+        return {"similarity_fn_name": self.similarity_fn_name, **limit}
 
     def get_embedding_dimension(self) -> int:
         return self.dim

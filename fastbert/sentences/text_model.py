@@ -24,8 +24,10 @@ from fastbert.sentences.pool import ProcessPool
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from fastbert.data.usage import Usage
     from fastbert.data.windows import Windows
     from fastbert.data.windows.job import WindowJob
+    from fastbert.sentences.saving import SavedModule
 
 Aggregate = Literal["probabilities", "logits", "vectors"]  # what of the windows of a text is combined
 PROMPTS_OF_TASK = {"query": ("query",), "document": ("document", "passage", "corpus")}
@@ -68,6 +70,9 @@ inference_options = lru_cache(maxsize=64, typed=True)(InferenceOptions)
 class TextModel(HasModel):
     """A model in eval mode, and a tokenizer that cuts texts to `max_seq_length` tokens."""
 
+    transformer_task: ClassVar[str]  # what the first module of its folder computes
+    model_type: ClassVar[str] = ""  # the class of sentence-transformers that reads its folder; empty: there is none
+    usage: Usage | None = None  # how its folder's fine-tuning says that it is used; None: nothing is said
     is_pair: ClassVar[bool] = False  # two texts are one input
     has_types: bool = False  # the model is told which token is of which text
     windows: Windows | None = None  # how calls that say nothing of it cut longer texts; None: these lose their ends
@@ -103,6 +108,45 @@ class TextModel(HasModel):
     def from_pretrained(cls, name_or_path: str | os.PathLike[str], **options: Any) -> Self:
         """The same as the constructor."""
         return cls(name_or_path, **options)  # type: ignore[call-arg]
+
+    def save_pretrained(
+        self,
+        path: str | os.PathLike[str],
+        model_name: str | None = None,
+        create_model_card: bool = False,
+        train_datasets: list[str] | None = None,
+        safe_serialization: bool = True,
+    ) -> None:
+        """Writes a folder, which `from_pretrained` and sentence-transformers read, with all that loading has set.
+
+        That of a quantised model is for `from_pretrained` alone. `windows` that were assigned are of no folder.
+
+        Args:
+            path: the folder.
+            model_name, create_model_card: True writes a README.md with this name, where there is none yet.
+            train_datasets: nothing, as in sentence-transformers.
+            safe_serialization: must be True.
+
+        Raises:
+            ConfigError: something cannot be said in a folder, such as an activation of your own; nothing is written
+            then. And the errors of a model's save_pretrained.
+        """
+        from fastbert.sentences.saving import save_text_model  # here and in the classes: few need it
+
+        save_text_model(self, path, model_name, create_model_card, safe_serialization)
+
+    save = save_pretrained
+
+    def saved_modules(self) -> list[SavedModule]:
+        """What follows the Transformer in its folder."""
+        return []
+
+    def saved_settings(self) -> dict[str, Any]:
+        """Its own entries of config_sentence_transformers.json. Raises ConfigError."""
+        return {}
+
+    def saved_usage(self) -> Usage | None:
+        return self.usage
 
     @property
     def max_seq_length(self) -> int:

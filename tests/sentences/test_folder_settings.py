@@ -25,9 +25,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-def both(folder):
-    theirs = pytest.importorskip("sentence_transformers").SentenceTransformer(str(folder), device="cpu")
-    return fastbert.SentenceEncoder(folder, device="cpu"), theirs
+def both(folder, **options):
+    theirs = pytest.importorskip("sentence_transformers").SentenceTransformer(str(folder), device="cpu", **options)
+    return fastbert.SentenceEncoder(folder, device="cpu", **options), theirs
 
 
 def same(ours, theirs, call="encode", **options):
@@ -83,6 +83,15 @@ def test_a_tokenizer_config_that_contradicts(folder, kind, entry):
     tiny.write_json(folder / "tokenizer_config.json", {**tokens, "unk_token": "[UNK]", "mask_token": "[MASK]", **entry})
     ours, theirs = both(folder)
     for text in ("Zebra CATS é 自然 cat", "the cat"):
+        assert ours.tokenize([text]).ids.tolist() == theirs.tokenizer(text)["input_ids"]
+
+
+@pytest.mark.parametrize("lower", [True, False])
+def test_case_as_the_caller_says(folder, lower):
+    """BERT's tokenizer that lowers takes accents off, too."""
+    tiny.write_tokenizer(folder, lowercase=not lower)
+    ours, theirs = both(folder, processor_kwargs={"do_lower_case": lower})
+    for text in ("Zebra CATS é", "the Cat"):
         assert ours.tokenize([text]).ids.tolist() == theirs.tokenizer(text)["input_ids"]
 
 

@@ -24,10 +24,11 @@ class SpanModel(TextModel):
 
     task: ClassVar[str]  # as --task of fine-tuning
     what: ClassVar[str]  # that it is given, in messages
+    transformer_task = "sequence-classification"  # sentence-transformers has none for spans
     usage: Usage
 
     def _load(self, auto: Any, name_or_path: str | os.PathLike[str], options: Mapping[str, Any]) -> None:
-        opened = open_folder(name_or_path, "sequence-classification", None, options)
+        opened = open_folder(name_or_path, self.transformer_task, None, options)
         usage = read_usage(opened.folder, str(name_or_path))
         if usage.task != self.task:
             raise ConfigError(f"{name_or_path} is no {self.what}: it is for {usage.task}")
@@ -48,6 +49,9 @@ class SpanModel(TextModel):
         self.usage = Usage(self.task) if usage is None else usage
         self.has_types = model.base_model.table_sizes().has_types
         self.windows = self.own_windows()
+
+    def saved_usage(self) -> Usage:
+        return replace(self.usage, max_length=self.max_seq_length)
 
     @staticmethod
     def length_of(model: PreTrainedModel, usage: Usage) -> int:
