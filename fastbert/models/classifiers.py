@@ -16,7 +16,7 @@ from fastbert.families.schema import ClassifierHead, ReplacedTokens, value_of
 from fastbert.layers.encoder import add_norm
 from fastbert.layers.leaves import get_leaf, linear, make_norm, parent_of, place, within
 from fastbert.models.encode import first_tokens
-from fastbert.models.heads import Encoded, HeadModel, class_labels, mean_loss, token_labels
+from fastbert.models.heads import Encoded, HeadModel, class_labels, mean_loss, token_labels, whole_labels
 from fastbert.packed_inputs import ModelInputs, PackedInputs
 from fastbert.packing import PackedBatch
 
@@ -235,7 +235,8 @@ class ForQuestionAnswering(ClassifierModel):
     """The start and end of an answer: a softmax over each sequence's own tokens (Devlin et al. 2018, section 4.2).
 
     `start_positions`, `end_positions` (batch,) are columns of the padded input, or places in the sequence if packed.
-    Padding takes no part in the softmax; positions outside the sequence do not count.
+    Padding takes no part in the softmax. Positions below 0 are 0, as in transformers; others outside the sequence do
+    not count.
     """
 
     option_names = ("start_positions", "end_positions")
@@ -249,7 +250,8 @@ class ForQuestionAnswering(ClassifierModel):
     def check_given(self, given, batch):
         if len(given) < 2:
             return {}
-        return {name: class_labels(positions, batch, None, name) for name, positions in given.items()}
+        first = {name: whole_labels(positions, name).clamp(min=0) for name, positions in given.items()}
+        return {name: class_labels(positions, batch, None, name) for name, positions in first.items()}
 
     def compute(self, encoded, given):
         batch, logits = encoded.batch, self.scores(encoded)

@@ -240,7 +240,8 @@ def token_labels(
     shape = (batch.total_tokens,) if batch.seqlen is None else (batch.batch_size, batch.seqlen)
     if labels.shape != shape:
         raise InputError(f"labels has shape {tuple(labels.shape)}; it must be {shape}")
-    packed = labels.long() if batch.seqlen is None else batch.pack(labels.long())
+    labels = whole_labels(labels, "labels")
+    packed = labels if batch.seqlen is None else batch.pack(labels)
     stray: torch.Tensor | int | None = None
     if counts_padding and batch.indices is not None and checks_values():
         stray = (labels != -100).sum() - (packed != -100).sum()
@@ -253,12 +254,23 @@ def class_labels(
     labels: torch.Tensor, batch: PackedBatch, limit: int | None, name: str = "labels", num_choices: int = 1
 ) -> torch.Tensor:
     """A label a sequence, or an example of `num_choices`, int64, checked as those of tokens; -100 where no token is."""
-    labels, count = labels.reshape(-1).long(), batch.batch_size // num_choices
+    labels, count = whole_labels(labels, name).reshape(-1), batch.batch_size // num_choices
     if labels.shape[0] != count:
         raise InputError(f"{name} has {labels.shape[0]} entries for {count} sequences")
     if limit is not None:
         check_labels(labels, limit, name, batch)
     return labels.where(batch.has_tokens(num_choices), -100)
+
+
+def whole_labels(labels: torch.Tensor, name: str) -> torch.Tensor:
+    """Classes as int64. Those that a caller has in floating point must be whole numbers. Raises InputError."""
+    if labels.is_floating_point() and labels.numel() and checks_values():
+        wrong = ((labels != labels.trunc()) | labels.isinf()).nonzero()  # NaN is not equal to itself
+        if len(wrong):
+            at = tuple(wrong[0].tolist())
+            where = f"{name}[{', '.join(map(str, at))}]"
+            raise InputError(f"{where} is {labels[at].item():g}; classes are whole numbers, and -100 is none")
+    return labels.long()
 
 
 def check_labels(

@@ -17,8 +17,11 @@ PRECISIONS: tuple[str, ...] = get_args(Precision)
 
 
 def similarity(a: Any, b: Any, name: str) -> torch.Tensor:
-    """(n, dim), (m, dim) -> (n, m): how similar each of `a` is to each of `b`. A vector is a matrix of one row."""
-    a, b = _matrix(a), _matrix(b)
+    """(n, dim), (m, dim) -> (n, m): how similar each of `a` is to each of `b`. A vector is a matrix of one row.
+
+    Halves and integers are compared in float32.
+    """
+    a, b = _of_one_dtype(_matrix(a), _matrix(b))
     if name != "dot" or not (a.is_sparse and b.is_sparse):
         a, b = a.to_dense(), b.to_dense()
     if name == "cosine":
@@ -30,7 +33,7 @@ def similarity(a: Any, b: Any, name: str) -> torch.Tensor:
 
 def similarity_pairwise(a: Any, b: Any, name: str) -> torch.Tensor:
     """(n, dim), (n, dim) -> (n,): how similar each of `a` is to the one of `b` in its place."""
-    a, b = _tensor(a).to_dense(), _tensor(b).to_dense()
+    a, b = _of_one_dtype(_tensor(a).to_dense(), _tensor(b).to_dense())
     if name == "cosine":
         return (F.normalize(a, dim=-1) * F.normalize(b, dim=-1)).sum(-1)
     if name == "dot":
@@ -42,7 +45,13 @@ def _tensor(vectors: Any) -> torch.Tensor:
     if isinstance(vectors, list):
         vectors = torch.stack([torch.as_tensor(vector) for vector in vectors])
     vectors = torch.as_tensor(vectors)
-    return vectors if vectors.is_floating_point() else vectors.float()
+    return vectors if vectors.dtype is torch.float64 else vectors.float()
+
+
+def _of_one_dtype(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The wider one of float32 and float64."""
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    return a.to(dtype), b.to(dtype)
 
 
 class HasSimilarity:
