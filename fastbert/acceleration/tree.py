@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -13,7 +12,7 @@ from fastbert.acceleration.attributes import attribute_unsupported
 from fastbert.acceleration.plan import PackedPlan, dropout_roles, missing_leaf
 from fastbert.config import EncoderConfig
 from fastbert.layers.fingerprint import ModuleFingerprint, TreeCache
-from fastbert.layers.leaves import FORWARD, FORWARD_HOOKS, HOOKS, has_global_hooks, parent_of
+from fastbert.layers.leaves import FORWARD, FORWARD_HOOKS, HOOKS, has_global_hooks, home_of, parent_of
 from fastbert.layers.sharded import HOOKS_FROM, class_of, is_sharded
 from fastbert.models.tree import groups_unsupported, modules_of
 
@@ -50,7 +49,7 @@ def look_at(root: nn.Module, plan: PackedPlan, config: EncoderConfig) -> Look | 
     for key, path, module, owner in modules_of(root, plan.family, config):
         if key is None:
             fingerprint.hold(module.__dict__, *leaf_hooks)
-            hooks = [_home(hook) for name in leaf_hooks for hook in getattr(module, name).values()]
+            hooks = [home_of(hook) for name in leaf_hooks for hook in getattr(module, name).values()]
             if any(home.startswith("peft.") for home in hooks):
                 return "PEFT's adapter_names and alora_offsets choose by the row of a batch"
             if any(home.startswith("captum.") for home in hooks):
@@ -129,12 +128,7 @@ def _has_hooks(module: nn.Module) -> bool:
     if module._backward_hooks or module._backward_pre_hooks:
         return True
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return any(_home(hook) not in _KNOWN_HOOKS for hook in hooks)
-
-
-def _home(hook: Any) -> str:
-    """The module that a hook is defined in."""
-    return getattr(hook.func if isinstance(hook, partial) else hook, "__module__", None) or ""
+    return any(home_of(hook) not in _KNOWN_HOOKS for hook in hooks)
 
 
 _KNOWN_HOOKS = ("transformers.utils.output_capturing", HOOKS_FROM)

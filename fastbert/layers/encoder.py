@@ -15,6 +15,7 @@ from fastbert.layers.context import LayerContext
 from fastbert.layers.fused import try_fused_layer
 from fastbert.layers.leaves import (
     get_leaf,
+    in_use,
     is_called,
     is_linear,
     linear,
@@ -123,7 +124,7 @@ def _with_biases(layer: nn.Module, spec: LayerSpec, made: list[torch.Tensor]) ->
     for i, path in ((0, spec.names.query_bias), (2, spec.names.value_bias)):
         if path is not None:
             parent, _, name = path.rpartition(".")
-            bias = get_leaf(layer, parent)._parameters[name]
+            bias = in_use(get_leaf(layer, parent))._parameters[name]
             assert bias is not None
             made[i] = made[i] + bias.view(made[i].shape[1:]).to(made[i].dtype)
     return made

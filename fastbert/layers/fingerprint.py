@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fastbert import ops
-from fastbert.layers.leaves import ATTRIBUTES, FORWARD, FORWARD_HOOKS, has_global_hooks
+from fastbert.layers.leaves import ATTRIBUTES, FORWARD, FORWARD_HOOKS, child_of, has_global_hooks, in_use
 
 _DTYPE = attrgetter("dtype")
 
@@ -84,7 +84,11 @@ class ModuleFingerprint:
         """What stands on the way from `module` to `path`."""
         for name in path.split("."):
             self.watch_children(module)
-            module = module._modules[name]  # type: ignore[assignment]
+            if (used := in_use(module)) is not module:
+                self.hold(module.__dict__, "_active_adapter", "_disable_adapters")
+                self.watch_children(module._modules["modules_to_save"])  # type: ignore[arg-type]
+                self.watch_children(used)
+            module = child_of(module, name)
 
     def hold(self, values: dict, *names: str) -> None:
         """What a dict has under these names, None where it has nothing; a dict there is copied, to be compared."""

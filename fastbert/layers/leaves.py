@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -35,11 +36,12 @@ class Container(nn.Module):
 
 
 def is_called(root: nn.Module, path: str) -> bool:
-    """Whether the container at `path` below `root` has hooks, so that it must be called.
+    """Whether the container at `path` below `root` has hooks, or is one of PEFT's copies, so that it must be called.
 
     Raises TypeError where something else has taken its place: passing it by would ignore what it computes.
     """
-    container = get_leaf(root, path)
+    found = get_leaf(root, path)
+    container = in_use(found)
     if type(container) is not Container or FORWARD in container.__dict__:
         if is_sharded(container):
             return True
@@ -48,22 +50,23 @@ def is_called(root: nn.Module, path: str) -> bool:
             " they compute what a container of leaves stands for themselves. Replace the leaves (Linear, LayerNorm,"
             " Embedding) instead, or use transformers' model and fastbert.accelerate"
         )
-    return has_hooks(container)
+    return found is not container or has_hooks(container)
 
 
 def within(root: nn.Module, path: str | None, run: Callable[..., Any], *args: torch.Tensor | None) -> Any:
-    """run(*args), by way of the container at `path` below `root` if that has hooks. `path` None: there is none."""
+    """run(*args), by way of the container at `path` below `root` if that is_called. `path` None: there is none."""
     if path is None or not is_called(root, path):
         return run(*args)
-    if is_sharded(get_leaf(root, path)):
-        return call_sharded(get_leaf(root, path), run, *args)
-    if not torch.compiler.is_compiling():
+    container = get_leaf(root, path)
+    if is_sharded(container):
+        return call_sharded(container, run, *args)
+    if not torch.compiler.is_compiling() and (has_hooks(container) or has_hooks(in_use(container))):
         warnings.warn(
             f"fastbert: {type(root).__name__}: {path} has hooks: they see packed tensors (total_tokens, ...), and what"
             " is otherwise one fused op runs step by step",
             stacklevel=2,
         )
-    return get_leaf(root, path)(*args, run=run)
+    return container(*args, run=run)
 
 
 def parent_of(path: str) -> str | None:
@@ -72,10 +75,25 @@ def parent_of(path: str) -> str | None:
 
 
 def get_leaf(root: nn.Module, path: str) -> nn.Module:
-    """The module at `path` ("attention.self.query") below `root`."""
+    """The module at `path` ("attention.self.query") below `root`. Raises KeyError."""
     for name in path.split("."):
-        root = root._modules[name]  # type: ignore[assignment]
+        root = child_of(root, name)
     return root
+
+
+def child_of(module: nn.Module, name: str) -> nn.Module:
+    """The module `name` right below what is in use of `module`. Raises KeyError."""
+    return in_use(module)._modules[name]  # type: ignore[return-value]
+
+
+def in_use(module: nn.Module) -> nn.Module:
+    """What calling `module` calls: where PEFT's modules_to_save stands in its place, the copy of the adapter in use."""
+    copies = module._modules.get("modules_to_save")
+    if copies is None:
+        return module
+    active: Any = [] if module.disable_adapters else module.active_adapters
+    kept: Any = copies._modules[active[0]] if active and active[0] in copies._modules else module.original_module
+    return kept
 
 
 def place(root: nn.Module, path: str, module: nn.Module) -> None:
@@ -110,6 +128,11 @@ def has_global_hooks() -> bool:
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling `module` calls something beside its forward: hooks of its own, or those of every module."""
     return any([getattr(module, name) for name in HOOKS]) or any(_GLOBAL_HOOKS)
+
+
+def home_of(hook: Any) -> str:
+    """The module that a hook is defined in."""
+    return getattr(hook.func if isinstance(hook, partial) else hook, "__module__", None) or ""
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fastbert import ops
 from fastbert.layer_spec import RotarySpec
-from fastbert.layers.leaves import get_leaf, place
+from fastbert.layers.leaves import get_leaf, in_use, place
 
 
 def inverse_frequencies(rotary: RotarySpec) -> tuple[torch.Tensor, float]:
@@ -168,7 +168,7 @@ def _held_in(root: nn.Module, path: str | None) -> tuple[torch.Tensor | None, fl
     for parent in parents.split("."):
         if parent not in root._modules:
             return None, None
-        root = root._modules[parent]  # type: ignore[assignment]
+        root = in_use(root._modules[parent])  # type: ignore[arg-type]
     return root._buffers[name], root.__dict__.get(f"{name.removesuffix('inv_freq')}attention_scaling")
 
 

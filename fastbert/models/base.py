@@ -30,7 +30,7 @@ from fastbert.models.encode import (
 )
 from fastbert.models.hf.access import ModelAccess
 from fastbert.models.hf.recording import record, records_hf
-from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, refuse_recording, table_sizes
+from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, refuse_others, table_sizes
 from fastbert.models.outputs import ModelOutput
 from fastbert.models.quantized import entry_of, place_int8
 from fastbert.models.tree import Calls, RunsBaseModel, first_parameter, groups_unsupported, layers_of
@@ -313,7 +313,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             # Where hooks are, they may bring weights from elsewhere before a leaf is called.
             if is_plain(word, nn.Embedding) and not has_hooks(self) and word.weight.device != device:
                 raise InputError(f"the PackedInputs is on {device}, the model on {word.weight.device}")
-        refuse_recording(is_padded=given.attention_mask is not None)
+        refuse_others(self, is_padded=given.attention_mask is not None)
         return prepare_inputs(self.config, self.table_sizes(), given)
 
     def table_sizes(self) -> TableSizes:

@@ -12,7 +12,7 @@ from torch import nn
 from fastbert import ops
 from fastbert.config import EncoderConfig
 from fastbert.errors import InputError
-from fastbert.layers.leaves import get_leaf, is_linear, weights_of
+from fastbert.layers.leaves import get_leaf, in_use, is_linear, weights_of
 from fastbert.models.base import EncoderModel, PreTrainedModel, must_be_called
 from fastbert.models.encode import unpacked_extras
 from fastbert.models.hf.recording import record, records_hf
@@ -83,7 +83,7 @@ class HeadModel(PreTrainedModel):
 
     @property
     def base_model(self) -> EncoderModel:
-        return self._modules[self.family.prefix]  # type: ignore[return-value]
+        return in_use(self._modules[self.family.prefix])  # type: ignore[return-value, arg-type]
 
     @property
     def label_leaf(self) -> str | None:

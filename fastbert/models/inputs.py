@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from torch import nn
 from fastbert.config import EncoderConfig
 from fastbert.errors import InputError
 from fastbert.layers.embeddings import EmbeddingIds
-from fastbert.layers.leaves import get_leaf
+from fastbert.layers.leaves import get_leaf, home_of
 from fastbert.ops.packing import token_sequences
 from fastbert.packed_inputs import MASKED_IDS, ModelInputs
 from fastbert.packing import IdRange, PackedBatch
@@ -204,7 +205,25 @@ def _check_batch(batch: PackedBatch, given: torch.Tensor, grid, **others: Any) -
         raise InputError(f"the batch is on {batch.cu_seqlens.device}; the input is on {given.device}")
 
 
-def refuse_recording(is_padded: bool) -> None:
+def refuse_others(root: nn.Module, is_padded: bool) -> None:
+    """Raises InputError where somebody waits for what only a padded batch has: PEFT by its rows, or what records it."""
+    _refuse_adapters_by_row(root)
+    _refuse_recording(is_padded)
+
+
+def _refuse_adapters_by_row(root: nn.Module) -> None:
+    """PEFT's hooks choose an adapter by the row of a padded batch, and what leaves get are tokens."""
+    if "peft" not in sys.modules:
+        return
+    for module in root.modules():
+        if any([home_of(hook).startswith("peft.") for hook in module._forward_pre_hooks.values()]):
+            raise InputError(
+                "adapter_names and alora_offsets choose by the row of a padded batch, which fastbert's classes pack:"
+                " call the model once for each adapter (set_adapter), or use transformers' class"
+            )
+
+
+def _refuse_recording(is_padded: bool) -> None:
     """Raise InputError where a recorded graph would hold one batch's packing, and give wrong numbers for the next."""
     if torch.jit.is_tracing():
         raise InputError(

@@ -13,6 +13,7 @@ from fastbert.families.schema import MaskedLM, PreTraining, SentencePair, value_
 from fastbert.layers.encoder import add_norm
 from fastbert.layers.leaves import (
     get_leaf,
+    in_use,
     is_called,
     is_linear,
     is_plain,
@@ -96,10 +97,11 @@ class MaskedLMHeadModel(HeadModel):
         """Replace the decoder; as in transformers, its bias is the head's from then on."""
         if self.masked_lm.decoder is None:
             raise TypeError(f"{type(self).__name__} has no decoder: the word table scores the words")
-        place(self, self.masked_lm.decoder, new_embeddings)
+        parent, _, leaf = self.masked_lm.decoder.rpartition(".")
+        in_use(get_leaf(self, parent) if parent else self).add_module(leaf, new_embeddings)
         if self.masked_lm.bias is not None and isinstance(new_embeddings._parameters.get("bias"), nn.Parameter):
             parent, _, leaf = self.masked_lm.bias.rpartition(".")
-            get_leaf(self, parent)._parameters[leaf] = new_embeddings._parameters["bias"]
+            in_use(get_leaf(self, parent))._parameters[leaf] = new_embeddings._parameters["bias"]
 
     def resize_decoder(self, rows: int, std: float | None) -> None:
         decoder, names = self.get_output_embeddings(), self.masked_lm
@@ -112,7 +114,7 @@ class MaskedLMHeadModel(HeadModel):
         if names.bias is None:
             return
         parent, _, leaf = names.bias.rpartition(".")
-        holder = get_leaf(self, parent)
+        holder = in_use(get_leaf(self, parent))
         if decoder.bias is not None:
             holder._parameters[leaf] = decoder.bias
         else:
@@ -151,7 +153,7 @@ class MaskedLMHeadModel(HeadModel):
         if names.bias is None or value_of(names.decoder_bias, self.config):
             return None
         parent, _, leaf = names.bias.rpartition(".")
-        return get_leaf(self, parent)._parameters[leaf]
+        return in_use(get_leaf(self, parent))._parameters[leaf]
 
     def decoded(self, hidden: torch.Tensor) -> torch.Tensor:
         """(tokens, embedding_size) -> scores (tokens, vocab_size)."""

@@ -39,9 +39,8 @@ def groups_unsupported(root: nn.Module, config: EncoderConfig) -> str | None:
     if not config.num_hidden_groups:
         return None
     for path in dict.fromkeys(path.rpartition(".")[0] for path in config.layer_paths):
-        parent, group, name = path.rsplit(".", 2)
-        groups = get_leaf(root, parent)._modules
-        count = len(groups[group]._modules[name]._modules) if group in groups else 0  # type: ignore
+        parent, group, _ = path.rsplit(".", 2)
+        count = len(get_leaf(root, path)._modules) if group in get_leaf(root, parent)._modules else 0
         if count != config.inner_group_num:
             return f"{path} holds {count} layers; its config says {config.inner_group_num}"
     return None

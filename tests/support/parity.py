@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from batches import Batch, token_level
 from family_configs import CHOICES
 from fused_delta import LONGEST_SQUARE, delta_of_the_output
 from hf import Trio, gradients, leaf_gradients, make_trio, random_like
 from theirs import by_choice
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from fastbert.families.schema import ClassifierHead
@@ -62,9 +65,20 @@ def _the_one_that_errs_more(a: torch.Tensor, b: torch.Tensor, oracle: torch.Tens
     return max((a, b), key=lambda t: float((t.double() - oracle).abs().max()) if t.numel() else 0.0)
 
 
-def check(config, head: str, batch: Batch, labels: dict[str, torch.Tensor], dtype: torch.dtype) -> Trio:
-    """Raises AssertionError where fastbert's model, in training, is not as near as it must be. Returns the models."""
+def check(
+    config,
+    head: str,
+    batch: Batch,
+    labels: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+    change: Callable[[nn.Module], nn.Module] = lambda model: model,
+) -> Trio:
+    """Raises AssertionError where fastbert's model, in training, is not as near as it must be. Returns the models.
+
+    change: what another library makes of each of the three.
+    """
     trio = make_trio(config, head, dtype)
+    trio = Trio(*(change(model) for model in (trio.ours, trio.baseline, trio.oracle)))
     assert list(trio.ours.state_dict()) == list(trio.baseline.state_dict())  # the parameters' order is an optimizer's
     literal = head == "QuestionAnswering" and not batch.real.all()
     out, actual, loss, grads = run(trio.ours, head, batch, labels)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastbert.layers.leaves import get_leaf, in_use
 from fastbert.packed_inputs import ModelInputs
 
 _LEAVES = (nn.Linear, nn.Embedding, nn.LayerNorm)
@@ -64,14 +65,17 @@ def hf_model_of(model: Any) -> nn.Module:
     # What records tensors does so in its own thread only: these are to be made, and not recorded.
     with ThreadPoolExecutor(1) as pool:
         theirs = pool.submit(_new, name, model).result().train(model.training)
-    ours = dict(model.named_modules(remove_duplicate=False))
     for path, module in list(theirs.named_modules()):
-        if not module._parameters or path not in ours:
+        if not module._parameters:
+            continue
+        try:
+            ours = get_leaf(model, path)
+        except KeyError:
             continue
         if type(module) in _LEAVES:
-            theirs.set_submodule(path, ours[path])
+            theirs.set_submodule(path, ours)
         else:  # a class of theirs, or a container with a tensor of its own
-            module.__dict__["_parameters"] = ours[path]._parameters
+            module.__dict__["_parameters"] = in_use(ours)._parameters
     own = {id(p) for p in model.parameters()}
     if foreign := [name for name, p in theirs.named_parameters() if id(p) not in own]:
         raise TypeError(f"cannot be recorded: transformers' {name} has {foreign[0]}, and this model has not")
