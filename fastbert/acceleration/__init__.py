@@ -15,7 +15,7 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.acceleration.forward import Forward
-from fastbert.acceleration.heads import HeadForward
+from fastbert.acceleration.heads import HeadForward, QueryForward, is_expander, reads_masked_tokens
 from fastbert.acceleration.instance import is_free, put, put_by_us, take_away
 from fastbert.acceleration.plan import is_patched, is_span_head, labels_tokens, live, make_plan, relation_of
 from fastbert.acceleration.status import status
@@ -54,6 +54,9 @@ def accelerate(hf_model: M, *, spans_over_real_tokens: bool = False) -> M:
     heads = _heads_over(modules.values())
     if spans_over_real_tokens:
         _check_spans(hf_model, heads)
+    expanders = [module for module in modules.values() if is_expander(module)]
+    if any(reads_masked_tokens(module) and not is_free(module) for module in expanders):
+        raise ValueError("the forward of a Transformer that expands queries has been replaced: accelerate before that")
     reasons, others = list[str](), tuple[str, ...]()
     for path, module in modules.items():
         label = f"{path} ({type(module).__name__})" if path else type(module).__name__
@@ -84,6 +87,9 @@ def accelerate(hf_model: M, *, spans_over_real_tokens: bool = False) -> M:
         raise ValueError(f"{kind} has nothing to accelerate ({why}); fastbert speeds up {_SUPPORTED}")
     for reason in reasons:
         warnings.warn(f"fastbert: not accelerated: {reason}", stacklevel=2)
+    for module in expanders:
+        if is_free(module) and any(map(_is_accelerated, module.modules())):
+            put(module, QueryForward(module))
     return hf_model
 
 

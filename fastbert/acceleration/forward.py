@@ -57,7 +57,7 @@ class Forward(OnInstance, RunsBaseModel):
         self.said: set[str] = set()
         self.calls = Calls()
         self._seen_buffers: SeenBuffers = {}
-        self._from_head = threading.local()
+        self._told = threading.local()
         # Under torch.compile the checks still run, and run each time: a graph would keep the answers of its first call.
         self._admit = torch.compiler.disable(self.admit, reason=NOT_ONE_GRAPH)
 
@@ -68,11 +68,12 @@ class Forward(OnInstance, RunsBaseModel):
         """What repr(model) says: it stands in the place of the module's extra_repr."""
         return f"fastbert: {str(self.calls) or NOT_CALLED}"
 
-    def expect(self, labels: torch.Tensor | None, given: dict) -> None:
-        """What a head has to say of the next call of this thread, which comes right after: its labels of tokens, and
-        arguments for attention, which some heads of transformers take and do not hand on.
+    def expect(self, **told: Any) -> None:
+        """What a module around has to say of the next call of this thread, which comes right after. A head: its
+        `labels` of tokens; as `given`, arguments for attention, which some heads of transformers take and do not hand
+        on. sentence-transformers' Transformer: as `unsupported`, why the call must be transformers' own.
         """
-        self._from_head.__dict__.update(labels=labels, given=given)
+        self._told.__dict__.update(told)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, admitted = self.module, None
@@ -98,11 +99,12 @@ class Forward(OnInstance, RunsBaseModel):
         absent = {name for name in OPTIONS if name not in given or (older and given[name] is None)}
         options = {name: getattr(module.config, name) if name in absent else given[name] for name in OPTIONS}
         found: Look | str
-        labels = self._from_head.__dict__.pop("labels", None)
-        given = {**self._from_head.__dict__.pop("given", {}), **given}
+        told = self._told.__dict__
+        labels, given = told.pop("labels", None), {**told.pop("given", {}), **given}
+        told_unsupported = told.pop("unsupported", None)
         try:
             config, tables = live(module, self.plan)
-            unsupported = transform_unsupported()
+            unsupported = told_unsupported or transform_unsupported()
             if unsupported is None and _is_mask_of_ones(given.get("attention_mask"), given.get("input_ids")):
                 given = {**given, "attention_mask": None}  # which all that follows looks at
             unsupported = unsupported or call_unsupported(module, self.plan, tables, given, options)

@@ -1,4 +1,6 @@
-"""The forward of a model whose head looks at padding: it sees the labels, which an accelerated base model does not."""
+"""Forwards of what is around an accelerated base model and makes something of padding: they see what it does not, a
+head its labels, sentence-transformers' Transformer which texts are queries.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ from torch.nn import functional as F
 from fastbert.acceleration.forward import Forward
 from fastbert.acceleration.instance import OnInstance, argument_names, put_by_us
 from fastbert.acceleration.unsupported import FLATTENED
+from fastbert.layers.sharded import class_of
 from fastbert.packing import NOT_ONE_GRAPH
 
 _POSITIONS = ("start_positions", "end_positions")
+_EXPANDED = "query_expansion with attend=False: hidden states of tokens that the mask leaves out are read"
 
 
 class HeadForward(OnInstance):
@@ -48,8 +52,43 @@ class HeadForward(OnInstance):
         if isinstance(base, Forward):
             are_of_tokens = has_mask and isinstance(labels, torch.Tensor)
             flattened = {name: given[name] for name in FLATTENED if name in given} if "cu_seq_lens_q" in given else {}
-            base.expect(labels if are_of_tokens else None, flattened)
+            base.expect(labels=labels if are_of_tokens else None, given=flattened)
         return False
+
+
+class QueryForward(OnInstance):
+    """The forward of sentence-transformers' Transformer over accelerated base models.
+
+    With `query_expansion` of `attend: False` a MultiVectorEncoder reads, of queries, the hidden states of [MASK] tokens
+    that the mask leaves out. Packed execution has none: such a call is transformers' own.
+    """
+
+    def __init__(self, module: nn.Module):
+        super().__init__(module)
+        self._tell = torch.compiler.disable(self.tell, reason=NOT_ONE_GRAPH)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        args = args[1:] if args and args[0] is module else args  # as in Forward
+        features = args[0] if args else kwargs.get("features", {})
+        if "query_expansion_positions" in features and reads_masked_tokens(module) and not self.is_recorded():
+            self._tell(module)
+        return type(module).forward(module, *args, **kwargs)
+
+    def tell(self, module: Any) -> None:
+        for base in map(put_by_us, module.modules()):
+            if isinstance(base, Forward):
+                base.expect(unsupported=_EXPANDED)
+
+
+def is_expander(module: nn.Module) -> bool:
+    """Whether it is sentence-transformers' Transformer, of a version that expands queries."""
+    return hasattr(class_of(module), "query_expansion")
+
+
+def reads_masked_tokens(module: Any) -> bool:
+    """Whether such a Transformer is set so that the tokens which queries are expanded by are masked."""
+    return module.query_expansion is not None and not module.query_expansion["attend"]
 
 
 def _spans(module: Any, given: dict) -> Any:

@@ -1,0 +1,58 @@
+"""sentence-transformers' ways with features: queries that are expanded."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from precise import assert_as_theirs
+
+import fastbert
+
+library = pytest.importorskip("sentence_transformers", minversion="6")
+from sentence_transformers.base.modules import Transformer  # noqa: E402
+from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask  # noqa: E402
+
+TEXTS = ["the cat sat on the mat.", "a dog ran", "who sat in the old house"]
+EXPANDED = {"strategy": "fixed", "attend": False, "length": 12}  # as ColBERT does
+REASON = "query_expansion with attend=False"
+
+
+def multi_vectors(folder: Any, expansion: dict | None) -> Any:
+    first = Transformer(str(tiny.write_model(folder)), query_expansion=expansion)
+    return library.MultiVectorEncoder(modules=[first, MultiVectorMask()], device="cpu")
+
+
+def test_queries_whose_masked_tokens_are_read_run_transformers_code(tmp_path):
+    theirs = multi_vectors(tmp_path, EXPANDED)
+    ours = pickle.loads(pickle.dumps(fastbert.accelerate(copy.deepcopy(theirs))))
+    with pytest.warns(UserWarning, match=REASON):
+        found = ours.encode_query(TEXTS)
+    assert all(map(torch.equal, found, theirs.encode_query(TEXTS)))
+    assert len(found[1]) == 12 and fastbert.status(ours).others == 1 and REASON in fastbert.status(ours).why_not
+    assert_as_theirs(ours, theirs, lambda model: model.encode_document(TEXTS))
+    assert (fastbert.status(ours).packed, fastbert.status(ours).others) == (1, 1)
+    assert "forward" not in vars(fastbert.restore(ours)[0])
+
+
+def test_the_setting_of_now_decides(tmp_path):
+    """Tokens that are seen are packed as all others."""
+    theirs = multi_vectors(tmp_path, EXPANDED | {"attend": True})
+    ours = fastbert.accelerate(copy.deepcopy(theirs))
+    assert_as_theirs(ours, theirs, lambda model: model.encode_query(TEXTS))
+    assert (fastbert.status(ours).packed, fastbert.status(ours).others) == (1, 0)
+    for model in (ours, theirs):
+        model[0].query_expansion = EXPANDED
+    with pytest.warns(UserWarning, match=REASON):
+        assert all(map(torch.equal, ours.encode_query(TEXTS), theirs.encode_query(TEXTS)))
+
+
+def test_a_transformer_whose_forward_is_replaced(tmp_path):
+    model = multi_vectors(tmp_path, EXPANDED)
+    model[0].forward = lambda features: features
+    with pytest.raises(ValueError, match="a Transformer that expands queries has been replaced"):
+        fastbert.accelerate(model)
