@@ -15,11 +15,10 @@ import torch
 
 from fastbert import ops
 from fastbert.errors import InputError
-from fastbert.ops.packing import token_positions, token_sequences
+from fastbert.ops.packing import attention_slots, token_positions, token_sequences
 
 # What torch's aminmax takes of integers: the unsigned ones of more than 8 bits are not among them.
 _WITH_ENDS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
 
 # In `PackedBatch.bounds`: 0, and how many labels of tokens at padding are not -100.
 PADDED_LABELS = "labels at padding"
@@ -153,6 +152,7 @@ class PackedBatch:
             seen them; None where nobody has looked. `fastbert.pack_inputs` fills both in, so that no model has to wait
             for them.
         has_gaps: whether a sequence has padding between its tokens; None where the host does not know.
+        in_one_row: whether outputs of packed input are (1, total_tokens, ...), as its caller's input was.
         cache: what backends derive from cu_seqlens, kept for the layers of one forward pass.
     """
 
@@ -165,6 +165,7 @@ class PackedBatch:
     labelled: torch.Tensor | None = None
     bounds: Mapping[str, tuple[int, int]] | None = None
     has_gaps: bool | None = None
+    in_one_row: bool = False
     cache: dict = field(default_factory=dict, repr=False, compare=False)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
@@ -316,7 +317,9 @@ class PackedBatch:
             _check_ranges(ranges, _to_host(_extremes(ranges)))
 
     def pack(self, padded: torch.Tensor) -> torch.Tensor:
-        """(batch_size, seqlen, ...) -> (total_tokens, ...); a view where there is no padding."""
+        """(batch_size, seqlen, ...) -> (total_tokens, ...), what `unpack` took; a view where there is no padding."""
+        if self.seqlen is None:
+            return padded[0] if self.in_one_row else padded
         flat = padded.reshape(-1, *padded.shape[2:])
         if self.indices is None:
             return flat
@@ -325,7 +328,7 @@ class PackedBatch:
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
         """(total_tokens, ...) -> (batch_size, seqlen, ...) with zeros at padding; packed input stays packed."""
         if self.seqlen is None:
-            return packed
+            return packed[None] if self.in_one_row else packed
         if self.indices is None:
             return packed.view(self.batch_size, self.seqlen, *packed.shape[1:])
         padded = ops.unpack(packed, self.indices, self.batch_size * self.seqlen)
@@ -335,16 +338,17 @@ class PackedBatch:
         """(batch, heads, max_seqlen, max_seqlen) over a sequence's own tokens -> (batch, heads, seqlen, seqlen)."""
         if self.seqlen is None or self.indices is None:
             return probs
-        # Column of each slot in the padded grid; the slots beyond a sequence's length go to a spare column.
-        sequence, column = self.indices // self.seqlen, self.indices % self.seqlen
-        slot = torch.arange(self.indices.numel(), device=probs.device) - self.cu_seqlens[sequence]
-        columns = torch.full((self.batch_size, self.max_seqlen), self.seqlen, device=probs.device)
-        columns[sequence, slot] = column
-        size = self.seqlen + 1
-        out = probs.new_zeros(*probs.shape[:2], size, size)
-        rows = torch.arange(self.batch_size, device=probs.device)[:, None, None]
-        out[rows, :, columns[:, :, None], columns[:, None, :]] = probs.permute(0, 2, 3, 1)
+        out = probs.new_zeros(*probs.shape[:2], self.seqlen + 1, self.seqlen + 1)
+        slots = attention_slots(self.indices, self.cu_seqlens, self.max_seqlen, self.seqlen)
+        out[slots] = probs.permute(0, 2, 3, 1)
         return out[:, :, :-1, :-1]
+
+    def pack_attentions(self, padded: torch.Tensor) -> torch.Tensor:
+        """What `unpack_attentions` took, of its result."""
+        if self.seqlen is None or self.indices is None:
+            return padded
+        slots = attention_slots(self.indices, self.cu_seqlens, self.max_seqlen, self.seqlen)
+        return torch.nn.functional.pad(padded, (0, 1, 0, 1))[slots].permute(0, 3, 1, 2)
 
     def local_positions(self) -> torch.Tensor:
         """int64 (total_tokens,): a token's column in the padded grid, or its place in its sequence if packed input.
@@ -361,9 +365,7 @@ class PackedBatch:
         to be neighbours there, so that their places in the sequence have the same distances; with `absolute`, where
         each sequence is known to begin in column 0, too, so that the places are the columns.
         """
-        if self.seqlen is None or self.indices is None:
-            return None
-        if self.has_gaps is False and not absolute:
+        if self.seqlen is None or self.indices is None or (self.has_gaps is False and not absolute):
             return None
         columns = self.indices % self.seqlen
         if _is_on_host(self.indices) and not torch.compiler.is_compiling():

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,11 +34,12 @@ from fastbert.layers.sharded import call_sharded, is_sharded, without_views
 from fastbert.models.encode import (
     EncoderOutput,
     Wanted,
+    extras_of,
     first_tokens,
+    last_state,
     run_encoder,
     run_grid_as_one_op,
     run_pooler,
-    unpacked_extras,
 )
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs
 from fastbert.models.tree import Calls, RunsBaseModel
@@ -130,13 +132,13 @@ class Forward(OnInstance, RunsBaseModel):
             done = self._as_one_op(module, found, tensors, options)
             if done is not None:
                 self.calls.ran_packed()
-                return found, None, done, options, older, False
+                return found, None, done, options, older
         inputs = _prepare(config, tables, tensors, row, labels)
         if labels is not None and (inputs.batch.bounds or {}).get(PADDED_LABELS, (0, 0))[1]:
             self.leave("labels other than -100 at padding: transformers' loss goes over hidden states there")
             return None
         self.calls.ran_packed()
-        return found, inputs, None, options, older, row is not None
+        return found, inputs, None, options, older
 
     def _as_one_op(
         self, module: Any, look: Look, tensors: dict, options: dict
@@ -187,7 +189,6 @@ class Forward(OnInstance, RunsBaseModel):
         done: tuple[EncoderOutput, PackedBatch] | None,
         options: dict,
         older: bool,
-        in_one_row: bool,
     ) -> Any:
         """Encode `inputs`, where that is not `done`, pool and unpack; transformers' own output, down to its habits."""
         family = self.plan.family
@@ -195,16 +196,14 @@ class Forward(OnInstance, RunsBaseModel):
             assert inputs is not None
             done = self.encode(module, look, inputs, options), inputs.batch
         made, batch = done
-        fields: dict[str, Any] = {"last_hidden_state": batch.unpack(made.packed)}
+        fields: dict[str, Any] = {"last_hidden_state": last_state(made, batch)}
         if family.pooler is not None:
             pooled = made.pooled
             if pooled is None and _has_pooler(module, family):
                 pooled = _pool(module, family, first_tokens(made.packed, batch), look.sharded)
             # Of a row of several sequences, transformers pools the first.
-            fields["pooler_output"] = pooled[:1] if pooled is not None and in_one_row else pooled
-        fields |= unpacked_extras(made, batch)
-        if in_one_row:
-            fields = {name: value if name == "pooler_output" else _in_one_row(value) for name, value in fields.items()}
+            fields["pooler_output"] = pooled[:1] if pooled is not None and batch.in_one_row else pooled
+        fields |= extras_of(made)
         if is_sharded(module):
             fields = {name: without_views(value) for name, value in fields.items()}
 
@@ -233,16 +232,12 @@ def _prepare(
     if row is not None:
         tensors = {name: None if t is None else t[0] for name, t in tensors.items()} | {"attention_mask": None}
         given = ModelInputs(**tensors, cu_seqlens=row.cu_seqlens, max_seqlen=row.max_seqlen)
-        return prepare_inputs(config, tables, given)
+        inputs = prepare_inputs(config, tables, given)
+        return replace(inputs, batch=replace(inputs.batch, in_one_row=True))
     if tensors["attention_mask"] is not None:
         tensors["attention_mask"] = tensors["attention_mask"] != 0  # every other value is "real" to transformers
         labels = None if labels is None or labels.shape != tensors["attention_mask"].shape else labels
     return prepare_inputs(config, tables, ModelInputs(**tensors), labels)
-
-
-def _in_one_row(value: Any) -> Any:
-    """(total_tokens, ...) -> (1, total_tokens, ...), of each tensor."""
-    return tuple(t[None] for t in value) if isinstance(value, tuple) else value[None]
 
 
 def _pool(module: Any, family: Any, first: torch.Tensor, sharded: frozenset[str]) -> torch.Tensor:

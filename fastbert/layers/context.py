@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,13 +24,15 @@ class LayerContext:
 
     window_positions: int32 (total_tokens,), by which windows measure distances; None: a token's place in its sequence.
     rotary: the tables of each kind of rotary embedding that the layers have; relative: those of each kind of relative
-    attention.
+    attention. show_probs: of attention probabilities, what the caller gets, and what the layer goes on with; None: they
+    themselves.
     """
 
     batch: PackedBatch
     window_positions: torch.Tensor | None = None
     rotary: Mapping[RotarySpec, ops.Rotary] = field(default_factory=dict)
     relative: Mapping[RelativeBias | Disentangled, RelativeTable] = field(default_factory=dict)
+    show_probs: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
 def make_context(

@@ -55,14 +55,15 @@ def add(x, bias, residual, dropout_p: float):
 def run_attention(layer: nn.Module, spec: LayerSpec, x, context: LayerContext, wants_probs: bool):
     """Self-attention of x (total_tokens, hidden_size), before its output projection: (total_tokens, heads' width).
 
-    Also its probabilities (batch, heads, max_seqlen, max_seqlen), or None. Where they are wanted the result is made of
-    these, so that they have gradients, as those of transformers have.
+    Also its probabilities (batch, heads, max_seqlen, max_seqlen), as the context shows them, or None. Where they are
+    wanted the result is made of these, so that they have gradients, as those of transformers have.
     """
     q, k, v, options = _operands(layer, spec, x, context)
     batch, dropout_p = context.batch, spec.attention.dropout if layer.training else 0.0
     if wants_probs:
         probs = ops.attention_probs(q, k, batch.cu_seqlens, batch.max_seqlen, **options)
-        return ops.attention_from_probs(ops.dropout(probs, dropout_p), v, batch.cu_seqlens).flatten(1), probs
+        shown, probs = (probs, probs) if context.show_probs is None else context.show_probs(probs)
+        return ops.attention_from_probs(ops.dropout(probs, dropout_p), v, batch.cu_seqlens).flatten(1), shown
     out = ops.attention(q, k, v, batch.cu_seqlens, batch.max_seqlen, dropout_p=dropout_p, cache=batch.cache, **options)
     return out.flatten(1), None
 

@@ -21,12 +21,13 @@ from fastbert.models.encode import (
     NOTHING_ELSE,
     EncoderOutput,
     Wanted,
+    extras_of,
     first_tokens,
+    last_state,
     run_as_one_op,
     run_encoder,
     run_grid_as_one_op,
     run_pooler,
-    unpacked_extras,
 )
 from fastbert.models.hf.access import ModelAccess
 from fastbert.models.hf.recording import record, records_hf
@@ -377,9 +378,9 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         self.calls.ran_packed()
         pools = self.has_pooler and made.pooled is None
         output = ModelOutput(
-            last_hidden_state=batch.unpack(made.packed),
+            last_hidden_state=last_state(made, batch),
             pooler_output=self.pool(made.packed, batch) if pools else made.pooled,
-            **unpacked_extras(made, batch),
+            **extras_of(made),
         )
         if is_sharded(self):
             output.update({name: without_views(value) for name, value in output.items()})

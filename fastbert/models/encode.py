@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from fastbert.layers.encoder import add_norm, run_probs
 from fastbert.layers.fused import try_fused_layers, try_fused_layers_for_training
 from fastbert.layers.fused_encoder import try_fused_encoder
 from fastbert.layers.leaves import get_leaf, has_hooks, is_called, linear, within
+from fastbert.layers.sharded import is_sharded, without_views
 from fastbert.models.inputs import EncoderInputs
 from fastbert.packed_inputs import ModelInputs, PackedInputs
 from fastbert.packing import PackedBatch, is_all_ones
@@ -32,7 +34,9 @@ class Wanted(NamedTuple):
     hidden_states: what goes into each of these layers; the number of all layers: what comes out of the last one.
     probs: the attention probabilities of these. stops: no layer behind the last of these runs, nor of that one what
     lies behind its probabilities, if these are all; the last hidden state is then what the last layer that ran gave.
-    is_causal: no token sees those behind it. pooler: what the pooler makes, too, where one op does all of it.
+    is_causal: no token sees those behind it. pooler: what the pooler makes, too, where one op does all of it. unpacked:
+    hidden states and probabilities are in the layout of the caller's input. What comes next is then made of them where
+    gradients are recorded, so that they have gradients.
     """
 
     hidden_states: frozenset[int] = frozenset()
@@ -40,12 +44,14 @@ class Wanted(NamedTuple):
     stops: bool = False
     is_causal: bool = False
     pooler: bool = False
+    unpacked: bool = False
 
     @classmethod
     def of_all(cls, num_layers: int, hidden_states: bool, probs: bool, pooler: bool) -> Wanted:
         """As output_hidden_states and output_attentions have it."""
         states = frozenset(range(num_layers + 1 if hidden_states else 0))
-        return cls(states, frozenset(range(num_layers if probs else 0)), pooler=pooler)
+        asked = hidden_states or probs
+        return cls(states, frozenset(range(num_layers if probs else 0)), pooler=pooler, unpacked=asked)
 
     def layers_to_run(self, num_layers: int) -> int:
         return max(0, *self.hidden_states, *(i + 1 for i in self.probs)) if self.stops else num_layers
@@ -61,14 +67,15 @@ NOTHING_ELSE = Wanted()
 
 class EncoderOutput(NamedTuple):
     """The packed last hidden state (total_tokens, hidden_size); where they were asked for, packed hidden states and
-    probabilities (batch, heads, max_seqlen, max_seqlen), in the order of the layers. pooled: what the pooler made,
-    (batch, hidden_size), where that is there already.
+    probabilities (batch, heads, max_seqlen, max_seqlen), or unpacked ones, in the order of the layers. pooled: what the
+    pooler made, (batch, hidden_size), and last, the unpacked last hidden state, where they are there already.
     """
 
     packed: torch.Tensor
     hidden_states: tuple[torch.Tensor, ...] | None = None
     probs: tuple[torch.Tensor, ...] | None = None
     pooled: torch.Tensor | None = None
+    last: torch.Tensor | None = None
 
 
 # Runs one layer: (layer, its spec, x, context, wants_probs) -> (x, probs or None).
@@ -112,10 +119,22 @@ def run_encoder(
         scopes = _sharded_scopes(config.scopes, sharded)
     hidden_states: list[torch.Tensor] = []
     probs: list[torch.Tensor] = []
-    context = make_context(root, config.distances, inputs.batch, inputs.rotary_positions, inputs.window_positions)
+    batch = inputs.batch
+    context = make_context(root, config.distances, batch, inputs.rotary_positions, inputs.window_positions)
+    if wanted.unpacked:
+        context = replace(context, show_probs=partial(_shown, root, batch.unpack_attentions, batch.pack_attentions))
+
+    def keep(x):
+        """Note a hidden state; returns what the pass goes on with."""
+        if not wanted.unpacked:
+            hidden_states.append(_as_autocast_has_it(x))
+            return x
+        state, goes_on = _shown(root, lambda x: batch.unpack(_as_autocast_has_it(x)), batch.pack, x)
+        hidden_states.append(state)
+        return goes_on
 
     def embeddings(*ids):
-        return run_embeddings(root, names, EmbeddingIds(*ids), dropout_p, inputs.batch.cu_seqlens)
+        return run_embeddings(root, names, EmbeddingIds(*ids), dropout_p, batch.cu_seqlens)
 
     def project(x):
         return x if names.project is None or names.projects_first else linear(get_leaf(root, names.project), x)
@@ -139,7 +158,7 @@ def run_encoder(
         while first < last:
             end = first + 1
             if first in wanted.hidden_states:
-                hidden_states.append(_as_autocast_has_it(x))
+                x = keep(x)
             while as_one_op and first not in wanted.probs and end < last and end not in marked:
                 end += 1
             if as_one_op and (end - first > 1 or not marked):  # each alone would make the tree be looked at each time
@@ -178,8 +197,16 @@ def run_encoder(
     x = within(root, scope, encoder, x)
     x = _as_autocast_has_it(x if scopes.ends else final_norm(x))
     if count in wanted.hidden_states:
-        hidden_states.append(x)
-    return EncoderOutput(x, tuple(hidden_states) or None, tuple(probs) or None)
+        x = keep(x)
+    last = hidden_states[-1] if wanted.unpacked and count in wanted.hidden_states else None
+    return EncoderOutput(x, tuple(hidden_states) or None, tuple(probs) or None, last=last)
+
+
+def _shown(root: nn.Module, unpack: Callable, pack: Callable, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x as the caller gets it, and what the pass goes on with: made of that where gradients are recorded."""
+    shown = unpack(x)
+    shown = without_views(shown) if is_sharded(root) else shown
+    return shown, pack(shown).to(x.dtype) if shown.requires_grad else x
 
 
 # What a fused encoder gives: what was asked for, and what the pooler made of it, if that was.
@@ -287,11 +314,12 @@ def run_pooler(root: nn.Module, family: Family, first: torch.Tensor) -> torch.Te
     return linear(get_leaf(root, family.pooler), first, "tanh")
 
 
-def unpacked_extras(output: EncoderOutput, batch: PackedBatch) -> dict[str, tuple[torch.Tensor, ...]]:
-    """`hidden_states` and `attentions` of an output, as far as it has them, in the layout of the caller's input."""
-    extras = {}
-    if output.hidden_states is not None:
-        extras["hidden_states"] = tuple(batch.unpack(x) for x in output.hidden_states)
-    if output.probs is not None:
-        extras["attentions"] = tuple(batch.unpack_attentions(p) for p in output.probs)
-    return extras
+def last_state(output: EncoderOutput, batch: PackedBatch) -> torch.Tensor:
+    """The last hidden state in the layout of the caller's input."""
+    return batch.unpack(output.packed) if output.last is None else output.last
+
+
+def extras_of(output: EncoderOutput) -> dict[str, tuple[torch.Tensor, ...]]:
+    """`hidden_states` and `attentions`, as far as it has them."""
+    found = {"hidden_states": output.hidden_states, "attentions": output.probs}
+    return {name: tensors for name, tensors in found.items() if tensors is not None}

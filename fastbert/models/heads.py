@@ -14,7 +14,7 @@ from fastbert.config import EncoderConfig
 from fastbert.errors import InputError
 from fastbert.layers.leaves import get_leaf, in_use, is_linear, weights_of
 from fastbert.models.base import EncoderModel, PreTrainedModel, must_be_called
-from fastbert.models.encode import unpacked_extras
+from fastbert.models.encode import extras_of
 from fastbert.models.hf.recording import record, records_hf
 from fastbert.models.inputs import EncoderInputs
 from fastbert.models.outputs import ModelOutput
@@ -165,12 +165,12 @@ class HeadModel(PreTrainedModel):
         if not must_be_called(base):
             made, batch = base.run(inputs, output_attentions, output_hidden_states)
             base.calls.ran_packed()
-            return Encoded(base, made.packed, batch, made.pooled), unpacked_extras(made, batch)
+            return Encoded(base, made.packed, batch, made.pooled), extras_of(made)
         padded, layout = given[:5], zip(given._fields[5:], given[5:], strict=True)
         named = {name: value for name, value in layout if value is not None}  # a forward may take fewer
         output = base(*padded, output_attentions, output_hidden_states, **named)
         batch, hidden = inputs.batch, output.last_hidden_state
-        packed = hidden if batch.seqlen is None else batch.pack(hidden)
+        packed = batch.pack(hidden)
         extras = {name: output[name] for name in ("hidden_states", "attentions") if name in output}
         return Encoded(base, packed, batch, output.pooler_output if base.has_pooler else None), extras
 

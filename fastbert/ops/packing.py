@@ -178,3 +178,16 @@ def token_positions(cu_seqlens, total_tokens):
     token, offsets = torch.arange(total_tokens, device=cu_seqlens.device), cu_seqlens.long()
     sequence = torch.searchsorted(offsets[1:], token, right=True)  # of slack rows the one behind the last
     return (token - offsets.index_select(0, sequence)) * (token < offsets[-1])
+
+
+def attention_slots(indices, cu_seqlens, max_seqlen, seqlen):
+    """The index of a sequence's own tokens, (batch, max_seqlen, max_seqlen, heads), in the attention of a padded grid,
+    (batch, heads, seqlen + 1, seqlen + 1): slots beyond a sequence's length are in the spare row and column.
+    """
+    sequence, column = indices // seqlen, indices % seqlen
+    slot = torch.arange(indices.numel(), device=indices.device) - cu_seqlens[sequence]
+    batch_size = cu_seqlens.shape[0] - 1
+    columns = torch.full((batch_size, max_seqlen), seqlen, device=indices.device)
+    columns[sequence, slot] = column
+    rows = torch.arange(batch_size, device=indices.device)[:, None, None]
+    return rows, slice(None), columns[:, :, None], columns[:, None, :]
