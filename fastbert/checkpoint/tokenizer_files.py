@@ -51,15 +51,34 @@ def form_of(folder: Path, default: NewVocabulary | None = None) -> NewVocabulary
     The class of the tokenizer counts before that of the model, as in transformers: there are models of DeBERTa's
     architecture with a BertTokenizer. Raises CheckpointError.
     """
+    found = next((form for _, form in _named(folder) if form is not None), default)
+    return NewVocabulary() if found is None else found
+
+
+def _named(folder: Path) -> list[tuple[str, NewVocabulary | None]]:
+    """What names a family: the class of the tokenizer, if files name one, and the model_type; and the family's form."""
     config = optional_json(folder / "config.json")
     named = tokenizer_settings(folder).get("tokenizer_class") or config.get("tokenizer_class")
-    model_type = config.get("model_type")
-    if isinstance(named, str):
-        of_class = (t for t, family in FAMILIES.items() if named.removesuffix("Fast") == f"{family.classes}Tokenizer")
-        model_type = next(of_class, model_type)
-    if isinstance(model_type, str) and model_type in FAMILIES:
-        return FAMILIES[model_type].vocabulary
-    return NewVocabulary() if default is None else default
+    classes = {f"{family.classes}Tokenizer": family for family in FAMILIES.values()}
+    found = [(named, classes.get(named.removesuffix("Fast")))] if isinstance(named, str) else []
+    if isinstance(model_type := config.get("model_type"), str):
+        found.append((model_type, FAMILIES.get(model_type)))
+    return [(name, None if family is None else family.vocabulary) for name, family in found]
+
+
+def gives_types(folder: Path) -> bool:
+    """Whether transformers' tokenizer of a folder tells a model which token is of which text.
+
+    Its settings say so (model_input_names), or else its class does, or the model_type's. Raises CheckpointError.
+    """
+    names = tokenizer_settings(folder).get("model_input_names")
+    if names is None:
+        return any(form is not None and form.gives_types for _, form in _named(folder)[:1])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(
+            f"{folder / SETTINGS}: model_input_names is {reprlib.repr(names)}; it must be a list of texts"
+        )
+    return "token_type_ids" in names
 
 
 def flag(where: Path, settings: dict[str, Any], name: str, default: bool | None) -> Any:

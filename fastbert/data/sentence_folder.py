@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fastbert import ops
+from fastbert.checkpoint.tokenizer_files import gives_types
 from fastbert.checkpoint.unfilled import unfilled
 from fastbert.checkpoint.weight_files import read_weights
 from fastbert.config import MAX_SIZE
@@ -73,6 +74,7 @@ class TransformerSettings:
 
     max_seq_length: int | None = None
     lowercase: bool = False
+    gives_types: bool = True  # a model that has token types is told them
     lengths: dict[str, int] = field(default_factory=dict)  # of the texts of a task, "query" or "document"
     handed_on: dict[str, dict[str, Any]] = field(default_factory=dict)  # model_kwargs, processor_kwargs, config_kwargs
 
@@ -159,6 +161,7 @@ def transformer_settings(folder: Path, task: str = "feature-extraction") -> Tran
     length = _length(path, "max_seq_length")
     settings.max_seq_length = settings.max_seq_length if length is None else length
     settings.lowercase = _flag(path, entries, "do_lower_case", False)
+    settings.gives_types = gives_types(folder)
     for name in ("query", "document"):
         length = _length(path, f"{name}_length")
         settings.lengths |= {} if length is None else {name: length}

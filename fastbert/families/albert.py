@@ -85,5 +85,5 @@ FAMILY = Family(
     layer_path="encoder.albert_layer_groups.{group}.albert_layers.{inner}",
     pooler="pooler",
     feed_forward_dropout=False,
-    vocabulary=NewVocabulary("unigram", ALBERT_TOKENS),
+    vocabulary=NewVocabulary("unigram", ALBERT_TOKENS, gives_types=False),
 )

@@ -1,6 +1,15 @@
 """DistilBERT (Sanh et al. 2019): BERT without token types and without a pooler, under its own names."""
 
-from fastbert.families.schema import ClassifierHead, Embeddings, Family, FromConfig, HfClass, MaskedLM, heads
+from fastbert.families.schema import (
+    ClassifierHead,
+    Embeddings,
+    Family,
+    FromConfig,
+    HfClass,
+    MaskedLM,
+    NewVocabulary,
+    heads,
+)
 from fastbert.layer_spec import LayerNames
 
 _SEQUENCE = ClassifierHead(pooling="first", dense="pre_classifier", activation="relu")
@@ -45,4 +54,5 @@ FAMILY = Family(
     layer_path="transformer.layer.{i}",
     pooler=None,
     attention_output_dropout=False,
+    vocabulary=NewVocabulary(gives_types=False),
 )

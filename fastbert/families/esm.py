@@ -13,6 +13,7 @@ from fastbert.families.schema import (
     FromConfig,
     HfClass,
     MaskedLM,
+    NewVocabulary,
     Number,
     Rename,
     TokenDropout,
@@ -111,4 +112,5 @@ FAMILY = Family(
         Rename("encoder.layer.*.attention.self.rotary_embeddings", "rotary_embeddings", is_written=False),
     ),
     ignored_keys=(f".{_FREQUENCIES}", "embeddings.position_embeddings.weight"),
+    vocabulary=NewVocabulary(gives_types=False),
 )

@@ -112,5 +112,5 @@ FAMILY = Family(
     norm=_norm,
     pooler=None,
     final_norm="norm",
-    vocabulary=NewVocabulary("bpe"),
+    vocabulary=NewVocabulary("bpe", gives_types=False),
 )

@@ -4,7 +4,17 @@ from dataclasses import replace
 from typing import Any
 
 from fastbert.families.rope import rotary, upgrade_rope
-from fastbert.families.schema import Embeddings, Family, HfClass, MaskedLM, Rename, Split, Structure, heads
+from fastbert.families.schema import (
+    Embeddings,
+    Family,
+    HfClass,
+    MaskedLM,
+    NewVocabulary,
+    Rename,
+    Split,
+    Structure,
+    heads,
+)
 from fastbert.layer_spec import AttentionSpec, FeedForwardSpec, LayerNames, LayerSpec, NormSpec
 
 _LAYER = LayerNames(
@@ -89,4 +99,5 @@ FAMILY = Family(
         Split("attention.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
         Split("mlp.up_gate_proj", ("mlp.up_proj", "mlp.gate_proj")),
     ),
+    vocabulary=NewVocabulary(gives_types=False),
 )

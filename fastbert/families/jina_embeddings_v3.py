@@ -95,5 +95,5 @@ FAMILY = Family(
         Rename("norm2", "post_mlp_layernorm"),
         Split("mixer.Wqkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
     ),
-    vocabulary=NewVocabulary("unigram", ROBERTA_TOKENS, separators=2),
+    vocabulary=NewVocabulary("unigram", ROBERTA_TOKENS, separators=2, gives_types=False),
 )

@@ -73,6 +73,6 @@ FAMILY = Family(
     padding_idx=1,
     vocabulary=NewVocabulary(
         special={"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "[UNK]", "mask": "<mask>"}, separators=2,
-        bare=("vocab.txt",), mask_takes_space=True,
+        bare=("vocab.txt",), mask_takes_space=True, gives_types=False,
     ),
 )  # fmt: skip

@@ -45,5 +45,5 @@ FAMILY = Family(
     hf_names={"embedding_size": "input_embedding_size", "classifier_dropout": "classifier_dropout_prob"},
     fields={"output_embedding_size": Count(1664)},
     embeddings=Embeddings(project="encoder.embedding_hidden_mapping_in", always_projects=True),
-    vocabulary=NewVocabulary("unigram", ALBERT_TOKENS),
+    vocabulary=NewVocabulary("unigram", ALBERT_TOKENS, gives_types=False),
 )

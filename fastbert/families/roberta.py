@@ -25,5 +25,5 @@ FAMILY = Family(
     defaults={"vocab_size": 50265, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
     embeddings=Embeddings(pads_positions=True, order=("word", "token_type", "norm", "position")),
     positions_from_ids=True,
-    vocabulary=NewVocabulary("bpe", ROBERTA_TOKENS, separators=2),
+    vocabulary=NewVocabulary("bpe", ROBERTA_TOKENS, separators=2, gives_types=False),
 )

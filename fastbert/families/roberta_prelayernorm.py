@@ -36,5 +36,5 @@ FAMILY = Family(
     final_norm="LayerNorm",
     norm_first=True,
     positions_from_ids=True,
-    vocabulary=NewVocabulary("bpe", ROBERTA_TOKENS, separators=2),
+    vocabulary=NewVocabulary("bpe", ROBERTA_TOKENS, separators=2, gives_types=False),
 )

@@ -11,6 +11,7 @@ from fastbert.families.schema import (
     FromConfig,
     HfClass,
     MaskedLM,
+    NewVocabulary,
     heads,
 )
 from fastbert.layer_spec import AttentionSpec, FeedForwardSpec, LayerNames, LayerSpec, NormSpec, RotarySpec
@@ -63,4 +64,5 @@ FAMILY = Family(
     embeddings=Embeddings(position=None, project="embeddings_project"),
     spec=_spec,
     pooler=None,
+    vocabulary=NewVocabulary(gives_types=False),
 )

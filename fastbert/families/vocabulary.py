@@ -14,7 +14,8 @@ class NewVocabulary(NamedTuple):
 
     The same, and the rest, tell how a folder without tokenizer.json is read. bare: the files that it has instead, of
     this `kind`; none: a vocab.txt as BERT's. behind: roles whose tokens these files lack, and which get the ids behind
-    the last one. mask_takes_space: whether the mask token is read together with the spaces before it.
+    the last one. mask_takes_space: whether the mask token is read together with the spaces before it. gives_types:
+    whether transformers' tokenizer of the family tells a model which token is of which text, unless its files say more.
     """
 
     kind: Literal["wordpiece", "bpe", "unigram"] = "wordpiece"
@@ -23,6 +24,7 @@ class NewVocabulary(NamedTuple):
     bare: tuple[str, ...] = ()
     behind: tuple[str, ...] = ()
     mask_takes_space: bool = False
+    gives_types: bool = True
 
 
 ROBERTA_TOKENS: Mapping[str, str] = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}

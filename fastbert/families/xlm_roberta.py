@@ -26,5 +26,5 @@ FAMILY = Family(
     embeddings=Embeddings(pads_positions=True, order=("word", "token_type", "norm", "position")),
     heads_first=True,
     positions_from_ids=True,
-    vocabulary=NewVocabulary("unigram", ROBERTA_TOKENS, separators=2),
+    vocabulary=NewVocabulary("unigram", ROBERTA_TOKENS, separators=2, gives_types=False),
 )

@@ -44,7 +44,7 @@ class SequenceScorer(TextModel):
     ) -> None:
         super()._assemble(model, tokenizer, max_seq_length, settings)
         self.num_labels = model.live_config.num_labels
-        self.has_types = model.base_model.table_sizes().has_types
+        self.has_types = self.settings.transformer.gives_types and model.base_model.table_sizes().has_types
 
     def _load(self, name_or_path: str | os.PathLike[str], organisation: str | None, options: Mapping[str, Any]) -> None:
         opened = open_folder(name_or_path, self.transformer_task, organisation, options)

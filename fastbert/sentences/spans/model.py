@@ -47,7 +47,7 @@ class SpanModel(TextModel):
     ) -> None:
         super()._assemble(model, tokenizer, max_seq_length, settings)
         self.usage = Usage(self.task) if usage is None else usage
-        self.has_types = model.base_model.table_sizes().has_types
+        self.has_types = self.settings.transformer.gives_types and model.base_model.table_sizes().has_types
         self.windows = self.own_windows()
 
     def saved_usage(self) -> Usage:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from fastbert.checkpoint.tokenizer_files import gives_types
 from fastbert.checkpoint.weight_files import some
-from fastbert.data.sentence_folder import transformer_folder, transformer_settings
+from fastbert.data.sentence_folder import FolderSettings, TransformerSettings, transformer_folder, transformer_settings
 from fastbert.data.tokenization import load_cutting_tokenizer
 from fastbert.data.windows import Windows
 from fastbert.errors import CheckpointError, ConfigError, InputError
@@ -61,6 +62,11 @@ def load_base(
     if options.max_length <= (added := tokenizer.num_special_tokens_to_add(False)):
         raise ConfigError(f"max_length is {options.max_length}; the special tokens alone take {added}")
     return model, tokenizer
+
+
+def settings_of(folder: Path) -> FolderSettings:
+    """What a folder says of how its model is given texts."""
+    return FolderSettings(transformer=TransformerSettings(gives_types=gives_types(folder)))
 
 
 def check_stride(model: TextModel, windows: Windows) -> None:

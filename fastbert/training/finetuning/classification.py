@@ -21,7 +21,7 @@ from fastbert.sentences.documents import cut_inputs
 from fastbert.sentences.scorer import aggregated
 from fastbert.sentences.text_model import position_limit
 from fastbert.training.finetuning.adapters import add_adapters
-from fastbert.training.finetuning.base_models import check_stride, find_base, load_base, say_notes
+from fastbert.training.finetuning.base_models import check_stride, find_base, load_base, say_notes, settings_of
 from fastbert.training.finetuning.head_task import (
     HeadTask,
     LabelledSequences,
@@ -57,7 +57,7 @@ def make_task(options: FinetuneOptions) -> Classification:
     if options.doc_stride and not options.windows:
         raise ConfigError("doc_stride is for windows of long texts, and there are none: give --windows, too")
     usage = Usage("classification", texts, options.max_length, options.doc_stride or None, windows=options.windows)
-    reader = TextClassifier.of_parts(model, tokenizer, options.max_length)
+    reader = TextClassifier.of_parts(model, tokenizer, options.max_length, settings_of(folder))
     if usage.windows:
         check_stride(reader, usage.own_windows)
 

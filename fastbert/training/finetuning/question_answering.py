@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from fastbert.data.sentence_folder import FolderSettings
 from fastbert.data.tokenized import CHUNK_INPUTS
 from fastbert.data.usage import Usage
 from fastbert.data.windows import TokenWindows
@@ -17,7 +18,7 @@ from fastbert.models.auto import AutoModelForQuestionAnswering
 from fastbert.packed_inputs import PackedInputs
 from fastbert.sentences.spans.question_answerer import QuestionAnswerer
 from fastbert.training.finetuning.adapters import add_adapters
-from fastbert.training.finetuning.base_models import find_base, load_base, say_notes
+from fastbert.training.finetuning.base_models import find_base, load_base, say_notes, settings_of
 from fastbert.training.finetuning.head_task import HeadTask, LabelledSequences, note_of_windows
 from fastbert.training.finetuning.inputs.squad import Questions, load_questions, squad_metrics
 from fastbert.training.options import FinetuneOptions
@@ -34,7 +35,7 @@ def make_task(options: FinetuneOptions) -> QuestionAnswering:
     model, tokenizer = load_base(folder, AutoModelForQuestionAnswering, options, {"num_labels": 2})
     no_answer = not all(train.answers)
     usage = Usage("qa", ("question", "context"), options.max_length, options.doc_stride or None, no_answer)
-    finder = finder_of(model, tokenizer, usage)
+    finder = finder_of(model, tokenizer, usage, settings_of(folder))
     made = finder.cut(list(zip(train.questions, train.contexts, strict=True)))
     return QuestionAnswering(
         model,
@@ -104,9 +105,9 @@ class QuestionAnswering(HeadTask):
         return [f"{text} -> {answer}" for text, answer in zip(self.decoded(batch), answers, strict=True)]
 
 
-def finder_of(model: Any, tokenizer: Tokenizer, usage: Usage) -> QuestionAnswerer:
+def finder_of(model: Any, tokenizer: Tokenizer, usage: Usage, settings: FolderSettings) -> QuestionAnswerer:
     """Raises ConfigError: windows would overlap by more than they have room for, whatever the question."""
-    finder = QuestionAnswerer.of_parts(model, tokenizer, QuestionAnswerer.length_of(model, usage), None, usage)
+    finder = QuestionAnswerer.of_parts(model, tokenizer, QuestionAnswerer.length_of(model, usage), settings, usage)
     assert finder.windows is not None
     length, overlap = finder.windows.tokens(finder.max_seq_length)
     room = finder.room_of(length)

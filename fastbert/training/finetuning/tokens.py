@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from fastbert.checkpoint.pretrained import read_config
+from fastbert.data.sentence_folder import FolderSettings
 from fastbert.data.tokenized import CHUNK_INPUTS
 from fastbert.data.usage import Usage
 from fastbert.data.windows.words import Words, spells_entities
@@ -17,7 +18,7 @@ from fastbert.models.auto import AutoModelForTokenClassification
 from fastbert.packed_inputs import PackedInputs
 from fastbert.sentences.spans.token_classifier import TokenClassifier
 from fastbert.training.finetuning.adapters import add_adapters
-from fastbert.training.finetuning.base_models import check_stride, find_base, load_base, say_notes
+from fastbert.training.finetuning.base_models import check_stride, find_base, load_base, say_notes, settings_of
 from fastbert.training.finetuning.head_task import HeadTask, LabelledSequences, note_of_windows
 from fastbert.training.finetuning.inputs.labels import Labels
 from fastbert.training.finetuning.inputs.tagged import Tagged, load_tagged
@@ -38,7 +39,7 @@ def make_task(options: FinetuneOptions) -> TokenClassification:
         labels = labels.in_order_of(read_config(folder).id2label, options.model)
         model.config.id2label = dict(enumerate(labels.names))
     usage = Usage("tokens", train.columns, options.max_length, options.doc_stride or None)
-    tagger = tagger_of(model, tokenizer, usage)
+    tagger = tagger_of(model, tokenizer, usage, settings_of(folder))
     return TokenClassification(
         model, tokenizer, examples_of(tagger.words(train.words), train, labels), usage, add_adapters(model, options),
         tagger=tagger, labels=labels, held_out=held_out,
@@ -85,9 +86,9 @@ class TokenClassification(HeadTask):
         return [" ".join(shown[start:end]) for start, end in pairwise(ends)]
 
 
-def tagger_of(model: Any, tokenizer: Tokenizer, usage: Usage) -> TokenClassifier:
+def tagger_of(model: Any, tokenizer: Tokenizer, usage: Usage, settings: FolderSettings) -> TokenClassifier:
     """Raises ConfigError: windows would overlap by more than they have room for."""
-    tagger = TokenClassifier.of_parts(model, tokenizer, TokenClassifier.length_of(model, usage), None, usage)
+    tagger = TokenClassifier.of_parts(model, tokenizer, TokenClassifier.length_of(model, usage), settings, usage)
     check_stride(tagger, usage.own_windows)
     return tagger
 
