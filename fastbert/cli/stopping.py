@@ -1,9 +1,8 @@
-"""How a command ends early, and what it then says: Ctrl-C, SIGTERM, a reader that has gone."""
+"""How a command ends early, and what it then says: Ctrl-C, SIGTERM, a reader that has gone. Imports nothing."""
 
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
 
 USER_ERROR, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 130, 141, 143  # but for the first the shell's own: 128 + signal
 
@@ -48,17 +47,18 @@ def catch_signals(is_process: bool = False):
     return restore
 
 
-@contextmanager
-def held():
+class held:
     """Let what is done here end before a signal stops the command, as a line that is written; a second one does not
     wait: perhaps nobody reads the line.
     """
-    _held[0] = True
-    try:
-        yield
-    finally:
+
+    def __enter__(self):
+        _held[0] = True
+
+    def __exit__(self, kind, error, trace):
         _held[0] = False
-    raise_if_stopped()
+        if kind is None:
+            raise_if_stopped()
 
 
 def raise_if_stopped() -> None:
