@@ -31,7 +31,7 @@ from fastbert.cli.parser import (
     windows_of,
 )
 from fastbert.cli.stopping import raise_if_stopped, say
-from fastbert.data.text_files import STDIN, TEXT_KINDS, check_source, name_of, read_texts, refuse
+from fastbert.data.text_files import STDIN, TEXT_KINDS, check_source, name_of, read_kept, read_texts, refuse
 from fastbert.errors import TextFileError
 from fastbert.importing import without_collector
 
@@ -76,6 +76,10 @@ def add(commands: Any) -> None:
     )
     add_running_options(parser)
     parser.add_argument(
+        "--keep", metavar="NAME", nargs="+", default=[],
+        help="other columns of FILE that stay, in a .parquet, a .jsonl or -: texts, numbers, true and false",
+    )  # fmt: skip
+    parser.add_argument(
         "--skip-bad-rows", action="store_true",
         help="go on past a row of FILE that cannot be read, or is no text, and name it: OUT has no row for it",
     )  # fmt: skip
@@ -91,8 +95,8 @@ def run(options: argparse.Namespace) -> int:
     if options.engine == "ray":
         if options.windows is not None or options.chunks:
             raise UsageError("--windows and --chunks are for --engine local")
-        if options.skip_bad_rows:
-            raise UsageError("--skip-bad-rows is for --engine local")
+        if options.skip_bad_rows or options.keep:
+            raise UsageError("--skip-bad-rows and --keep are for --engine local")
         from fastbert.cli.encode_ray import encode_on_ray
 
         what = ("model", "column", "dtype", "device", "batch_tokens", "workers", "force")
@@ -116,6 +120,7 @@ def run(options: argparse.Namespace) -> int:
         chunks=options.chunks,
         late=options.late,
         skip_bad_rows=options.skip_bad_rows,
+        keep=tuple(options.keep),
     )
     say(encode_file(job, say))
     return 0
@@ -145,6 +150,7 @@ class EncodeJob:
     chunks: bool = False  # a row for each of the windows
     late: bool = False
     skip_bad_rows: bool = False
+    keep: tuple[str, ...] = ()
     piped: str | None = None  # of texts from standard input, which the source holds now: what they are known by
 
 
@@ -156,20 +162,24 @@ def encode_file(job: EncodeJob, say: Callable[[str], None]) -> str:
     """
     check_output(job.output, ROW_KINDS if job.chunks else (".npy", *ROW_KINDS), job.force)
     check_source(job.source)
+    if job.keep and (job.output.suffix == ".npy" or job.chunks):
+        raise UsageError("--keep is for rows of whole texts: a .parquet, a .jsonl or -, without --chunks")
+    if taken := [name for name in job.keep if name in ("text", "embedding") or job.keep.count(name) > 1]:
+        raise UsageError(f"--keep {taken[0]}: OUT has a column of this name already")
     if job.output == STDOUT or job.chunks:
         return _encode_rows(job, say)
     if job.source == STDIN:  # the height of an array comes first in its file
         with tempfile.TemporaryDirectory() as folder:
             spooled, digest = Path(folder, "texts.jsonl"), hashlib.sha256()
             with spooled.open("w", encoding="utf-8") as file:
-                for text in _texts(job, say):
-                    line = json.dumps(text) + "\n"
+                for text, *kept in _rows(job, say):
+                    line = json.dumps({"text": text, **dict(zip(job.keep, kept, strict=True))}) + "\n"
                     digest.update(line.encode())
                     file.write(line)
             if not spooled.stat().st_size:
                 raise UsageError(f"{name_of(STDIN)} holds no texts")
-            return encode_file(replace(job, source=spooled, column=None, piped=digest.hexdigest()), say)
-    total = _count_texts(job, say)
+            return encode_file(replace(job, source=spooled, column="text", piped=digest.hexdigest()), say)
+    total, examples = _count_texts(job, say)
 
     with without_collector():
         import torch
@@ -191,7 +201,7 @@ def encode_file(job: EncodeJob, say: Callable[[str], None]) -> str:
             if job.output.suffix == ".npy":
                 array.finish()
             else:
-                array.finish_as_rows(lambda vectors: _write_rows(job, vectors))
+                array.finish_as_rows(lambda vectors: _write_rows(job, vectors, examples))
         except KeyboardInterrupt:
             say(f"stopped; the same command goes on with what {array.partial} has")
             raise
@@ -208,7 +218,7 @@ def _encode_into(array: GrowingArray, encoder: SentenceEncoder, job: EncodeJob, 
     """
     from fastbert.sentences.batches import bar_of, progress_bar
 
-    texts = islice(_texts(job), array.rows, None)
+    texts = (text for text, *_ in islice(_rows(job), array.rows, None))
     tokens, cut = 0, list[int]()
     counted = {"total": array.shape[0], "initial": array.rows} if job.windows is None else {"total": None}
     with progress_bar(show=None, delay=0, **counted, **bar_of(job.windows)) as bar:
@@ -227,16 +237,16 @@ def _encode_into(array: GrowingArray, encoder: SentenceEncoder, job: EncodeJob, 
     return tokens, sum(cut)
 
 
-def _write_rows(job: EncodeJob, vectors: Any) -> None:
-    """The texts beside their vectors, (texts, dim). Raises UsageError if the source has changed."""
+def _write_rows(job: EncodeJob, vectors: Any, examples: dict[str, Any]) -> None:
+    """The texts, and what is kept, beside their vectors, (texts, dim). Raises UsageError if the source has changed."""
     from fastbert.sentences.batches import in_chunks
 
     done = 0
-    with open_rows(job.output) as rows:
-        for chunk in in_chunks(_texts(job), CHUNK_TEXTS):
+    with open_rows(job.output, examples) as rows:
+        for chunk in in_chunks(_rows(job), CHUNK_TEXTS):
             done += len(chunk)
             if done <= len(vectors):
-                rows.write({"text": chunk, "embedding": vectors[done - len(chunk) : done]})
+                rows.write(_columns(chunk, job, vectors[done - len(chunk) : done]))
             raise_if_stopped()
         if done != len(vectors):
             raise UsageError(f"the input changed while it was read: {done} texts now, {len(vectors)} at first")
@@ -265,7 +275,8 @@ def _encode_rows(job: EncodeJob, say: Callable[[str], None]) -> str:
     encoder = load_to_run(SentenceEncoder, job)
     total, cut, start = 0, list[int](), time.perf_counter()
     with open_rows(job.output) as rows, progress_bar(None, None, delay=0, **bar_of(job.windows)) as bar:
-        for chunk in in_chunks(_texts(job, say), CHUNK_TEXTS):
+        for read in in_chunks(_rows(job, say), CHUNK_TEXTS):
+            chunk = [text for text, *_ in read]
             if job.chunks:
                 for columns in _chunk_rows(encoder, chunk, job, total, lambda count: _advance(bar, count)):
                     rows.write(columns)
@@ -278,7 +289,7 @@ def _encode_rows(job: EncodeJob, say: Callable[[str], None]) -> str:
                     on_batch=lambda count: _advance(bar, count),
                     on_cut=cut.append,
                 )
-                rows.write({"text": chunk, "embedding": vectors})
+                rows.write(_columns(read, job, vectors))
             total += len(chunk)
         if not total:
             raise UsageError(f"{name_of(job.source)} holds no texts")
@@ -304,8 +315,15 @@ def _chunk_rows(
         }
 
 
-def _texts(job: EncodeJob, say: Callable[[str], None] = lambda line: None) -> Iterator[str]:
-    """The texts of the source; with --skip-bad-rows `say` is told of each row that is left out, and how many were."""
+def _columns(read: list[tuple[Any, ...]], job: EncodeJob, vectors: Any) -> dict[str, Any]:
+    names = ("text", *job.keep)
+    return {**dict(zip(names, map(list, zip(*read, strict=True)), strict=True)), "embedding": vectors}
+
+
+def _rows(job: EncodeJob, say: Callable[[str], None] = lambda line: None) -> Iterator[tuple[Any, ...]]:
+    """The texts of the source, each with what is kept of its row. With --skip-bad-rows `say` is told of each row that
+    is left out, and how many were.
+    """
     left_out = 0
 
     def leave_out(error: TextFileError) -> None:
@@ -313,17 +331,36 @@ def _texts(job: EncodeJob, say: Callable[[str], None] = lambda line: None) -> It
         left_out += 1
         say(f"left out: {error}")
 
-    yield from read_texts(job.source, job.column, leave_out if job.skip_bad_rows else refuse)
+    bad = leave_out if job.skip_bad_rows else refuse
+    if job.keep:
+        yield from read_kept(job.source, job.column, job.keep, bad)
+    else:
+        yield from zip(read_texts(job.source, job.column, bad))
     if left_out:
         say(f"{left_out:,} bad row{'s were' if left_out > 1 else ' was'} left out")
 
 
-def _count_texts(job: EncodeJob, say: Callable[[str], None]) -> int:
-    """Reads the file once, which checks every text before anything is written, and gives the array's height."""
-    total = sum(1 for _ in _texts(job, say))
+def _count_texts(job: EncodeJob, say: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
+    """Reads the file once, which checks every text before anything is written, and gives the array's height, and a
+    value of the type of each column that is kept.
+    """
+    total, kinds = 0, {name: set[type]() for name in job.keep}
+    for _, *kept in _rows(job, say):
+        total += 1
+        for name, value in zip(job.keep, kept, strict=True):
+            is_long = type(value) is int and not -(2**63) <= value < 2**63
+            kinds[name].update((int, str) if is_long else (type(value),))  # as a text alone it would fit
     if total == 0:
         raise UsageError(f"{name_of(job.source)} holds no texts")
-    return total
+    return total, {name: _example(name, found - {type(None)}, job) for name, found in kinds.items()}
+
+
+def _example(name: str, found: set[type], job: EncodeJob) -> Any:
+    if len(found) > 1 and found != {int, float} and job.output.suffix == ".parquet":
+        raise UsageError(
+            f"--keep {name}: the column holds values of several types, which a .parquet cannot: use a .jsonl"
+        )
+    return None if not found else (float if float in found else min(found, key=str))()
 
 
 def _identity(job: EncodeJob, encoder: SentenceEncoder, total: int, batch_tokens: int) -> dict[str, Any]:

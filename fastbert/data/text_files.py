@@ -19,6 +19,7 @@ from fastbert.errors import TextFileError
 
 STDIN = Path("-")
 MAX_LINE_BYTES = 16 << 20  # a longer line is taken for a binary file, and never read into memory
+_DIGITS = 100  # of a number in JSON that are read
 _OTHER_DELIMITERS = ";\t|"  # of what spreadsheets write into a .csv
 _USUAL_COLUMNS = ("text", "sentence")
 
@@ -51,6 +52,30 @@ def read_texts(path: Path, column: str | None = None, bad: Bad = refuse) -> Iter
             bad(error)
             continue
         yield text
+
+
+def read_kept(path: Path, column: str | None, keep: Sequence[str], bad: Bad = refuse) -> Iterator[tuple[Any, ...]]:
+    """The text of each row, as of `read_texts`, and the values of the columns `keep`: texts, numbers, bools and None.
+
+    Raises TextFileError as `read_texts`, and where a column of `keep` is absent or holds something else.
+    """
+
+    def choose(names: list[str]) -> Sequence[str]:
+        return pick_column(path, names, column), *(pick_column(path, names, name) for name in keep)
+
+    reader = _read_jsonl if path == STDIN else _reader_of(path, None)
+    for place, (text, *kept) in reader(path, (column, *keep) if column and path == STDIN else None, choose, bad):
+        try:
+            _check_text(path, place, text)
+            if len(kept) < len(keep):
+                raise TextFileError(f"{name_of(path)}, {place}: has a text alone, and no {keep[0]!r}")
+            for name, value in zip(keep, kept, strict=True):
+                if not (value is None or isinstance(value, (str, int, float))) or _is_cut(value):
+                    raise TextFileError(f"{name_of(path)}, {place}: {name} is {_shown(value)}, which cannot be kept")
+        except TextFileError as error:
+            bad(error)
+            continue
+        yield text, *kept
 
 
 def read_rows(path: Path, columns: Sequence[str] | None, choose: Choose) -> Iterator[tuple[Any, ...]]:
@@ -137,7 +162,7 @@ def check_source(path: Path) -> None:
 
 def _shown(value: Any, limit: int = 40) -> str:
     try:
-        shown = json.dumps(value)
+        shown = json.dumps(value, default=str)
     except RecursionError:
         return "nested too deeply to be shown"
     return shown if len(shown) <= limit else shown[:limit] + "..."
@@ -202,8 +227,12 @@ def _read_txt(path: Path, columns: tuple[str, ...] | None, choose: Choose, bad: 
 
 
 def _start_of_number(digits: str) -> int:
-    """Enough of a number to show it: none is used, and to convert 5,000 digits takes long, or is an error."""
-    return int(digits[:100])
+    """Enough of a number to show it: none so long is used, and to convert 5,000 digits takes long, or is an error."""
+    return int(digits[:_DIGITS])
+
+
+def _is_cut(value: Any) -> bool:
+    return isinstance(value, int) and abs(value) >= 10 ** (_DIGITS - 2)
 
 
 def _read_jsonl(path: Path, columns: tuple[str, ...] | None, choose: Choose, bad: Bad) -> Iterator[tuple[str, tuple]]:
@@ -347,11 +376,6 @@ def _read_parquet(path: Path, columns: tuple[str, ...] | None, choose: Choose, b
     try:
         with pq.ParquetFile(path) as file:
             names = list(_picked(path, file.schema_arrow.names, columns, choose))
-            for name in names:
-                kind = file.schema_arrow.field(name).type
-                inner = kind.value_type if pa.types.is_dictionary(kind) or pa.types.is_list(kind) else kind
-                if not (pa.types.is_string(inner) or pa.types.is_large_string(inner)):
-                    raise TextFileError(f"{path}: column {name!r} holds {kind}, not texts")
             for batch in file.iter_batches(batch_size=1024, columns=names):
                 for values in zip(*(batch.column(name).to_pylist() for name in names), strict=True):
                     row += 1

@@ -54,8 +54,10 @@ def check_text(name: str, text: str) -> None:
 
 
 def chars_of(one: Any) -> int:
-    """Of a text, or of a pair of texts; 0 for what is neither, which is looked at later."""
-    return len(one) if isinstance(one, str) else sum(map(len, one)) if isinstance(one, tuple) else 0
+    """Of a text, or of the texts in a tuple; 0 for what is neither, which is looked at later."""
+    if isinstance(one, str):
+        return len(one)
+    return sum(len(part) for part in one if isinstance(part, str)) if isinstance(one, tuple) else 0
 
 
 def in_chunks(inputs: Iterable[Any], max_inputs: int, *, aligned: bool = False) -> Iterator[list[Any]]:
