@@ -45,8 +45,11 @@ def common_dtype(
     return common, odd
 
 
-def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A torch dtype from itself or its name; None and "auto" mean the checkpoint's own. Raises ConfigError."""
+def parse_dtype(dtype: torch.dtype | str | None, others: tuple[str, ...] = ()) -> torch.dtype | None:
+    """A torch dtype from itself or its name; None and "auto" mean the checkpoint's own. Raises ConfigError.
+
+    others: names that the caller knows beside these.
+    """
     if dtype in ("int8", torch.int8):
         raise ConfigError('a model is loaded in floating point; fastbert.quantize(model, "int8") comes after that')
     if dtype is None or dtype == "auto" or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -54,5 +57,6 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     names = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
              "float16": torch.float16, "fp16": torch.float16, "float64": torch.float64}  # fmt: skip
     if dtype not in names:
-        raise ConfigError(f"unknown dtype {dtype!r}; valid names: auto, {', '.join(names)}")
+        more = "".join(f", {name}" for name in others)
+        raise ConfigError(f"unknown dtype {dtype!r}; valid names: auto, {', '.join(names)}{more}")
     return names[dtype]

@@ -147,7 +147,10 @@ def transformer_folder(root: Path, kinds: tuple[str, ...] = ("Transformer",)) ->
 def check_alone(root: Path) -> None:
     """Raise ConfigError if anything follows the Transformer: a Reranker runs nothing more."""
     if others := [name for name, _ in _list_modules(root)[1:]]:
-        raise ConfigError(f"{root / 'modules.json'} has {', '.join(others)} behind the Transformer, which is not run")
+        raise ConfigError(
+            f"{root} is an encoder of texts, without a head that scores or classifies: {root / 'modules.json'} has"
+            f" {', '.join(others)} behind the Transformer. Load it as a SentenceEncoder"
+        )
 
 
 def transformer_settings(folder: Path, task: str = "feature-extraction") -> TransformerSettings:

@@ -191,7 +191,7 @@ class ForMultipleChoice(ClassifierModel):
         """As other heads (the Trainer finds `labels` here); packed input needs `num_choices`, padded input shows it."""
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, task_type_ids)
         padded = kwargs.get("cu_seqlens") is None and kwargs.get("batch") is None
-        if padded and not isinstance(input_ids, PackedInputs):
+        if padded and not isinstance(input_ids, (PackedInputs, str, list, tuple)):
             given, rank = (input_ids, 3) if input_ids is not None else (inputs_embeds, 4)
             if given is None or given.dim() != rank:
                 shape = None if given is None else tuple(given.shape)

@@ -119,7 +119,12 @@ def prepare_inputs(
     if (input_ids is None) == (inputs_embeds is None):
         raise InputError("give exactly one of input_ids and inputs_embeds")
     values = input_ids if input_ids is not None else inputs_embeds
-    assert values is not None
+    name = "input_ids" if input_ids is not None else "inputs_embeds"
+    if not isinstance(values, torch.Tensor):
+        first = next(iter(values), None) if isinstance(values, (list, tuple)) else values
+        is_text = isinstance(first, str)
+        hint = ": a tokenizer makes ids of texts, and SentenceEncoder.encode takes texts themselves" if is_text else ""
+        raise InputError(f"{name} is a {type(values).__name__}; it must be a tensor{hint}")
     grid = values.shape if input_ids is not None else values.shape[:-1]
     packed = cu_seqlens is not None or batch is not None
     if len(grid) != (1 if packed else 2):

@@ -169,7 +169,7 @@ def open_folder(
         folder=folder,
         settings=settings,
         device=device,
-        dtype=None if int8 else parse_dtype(dtype),
+        dtype=None if int8 else parse_dtype(dtype, ("int8",)),
         int8=int8,
         config={**_of_config(transformer.handed_on), **config},
         given_length=options.get("max_seq_length"),

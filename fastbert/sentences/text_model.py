@@ -148,6 +148,11 @@ class TextModel(HasModel):
     def saved_usage(self) -> Usage | None:
         return self.usage
 
+    def __repr__(self) -> str:
+        config, where = self.model.config, f"{str(self.model.dtype).removeprefix('torch.')} on {self.device}"
+        size = f"{config.num_hidden_layers} layers of {config.hidden_size}"
+        return f"{type(self).__name__}({config.model_type}, {size}, max_seq_length={self.max_seq_length}, {where})"
+
     @property
     def max_seq_length(self) -> int:
         """Longer texts are cut to so many tokens, special ones included."""

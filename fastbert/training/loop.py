@@ -159,6 +159,9 @@ class Loop:
             if isinstance(error, RuntimeError) and not isinstance(error, TrainingError):
                 raise self._explained(error) from error
             raise
+        if not self._stop and self.place.step < self.options.steps:
+            place, worse = self.place, f"{self.place.worse} evaluations without a better one"
+            self.say(f"stopped after step {place.step} of {self.options.steps}: {worse} than step {place.best_step}'s")
         if self._stop:
             if self.world.is_main:
                 name = signal.Signals(self._stop).name

@@ -176,7 +176,7 @@ def test_a_run_without_anything_to_draw_with_leaves_out_the_chart(files, tmp_pat
     assert "chart" not in done.stdout + (folder / "README.md").read_text()
 
 
-def test_a_run_ends_early_and_keeps_the_best(files, tmp_path):
+def test_a_run_ends_early_and_keeps_the_best(files, tmp_path, capsys):
     """A metric that only falls: the first model stays, and the run ends after two more evaluations."""
     options = FinetuneOptions(
         model=files["model"], train=(files["train"],), eval=(files["eval"],), output=str(tmp_path / "run"),
@@ -194,6 +194,7 @@ def test_a_run_ends_early_and_keeps_the_best(files, tmp_path):
     metrics = execute(options, task_of)
     assert (metrics["steps"], metrics["best_step"], len(saved)) == (3, 1, 1)
     assert metrics["eval_accuracy"] == 0.5
+    assert "stopped after step 3 of 30: 2 evaluations without a better one than step 1's" in capsys.readouterr().out
 
 
 def test_without_evaluation_data_the_last_model_is_kept(files, tmp_path):
