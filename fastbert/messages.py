@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 def install(extra: str) -> str:
     """The command that installs an extra of pyproject.toml. It names the clone: no index need have fastbert."""
-    return f"pip install '.[{extra}]' in a clone of fastbert"
+    return f"pip install -e '.[{extra}]' in a clone of fastbert"
 
 
 def absent(*modules: str) -> list[str]:

@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
         about 25 minutes for bert-base on 2 cores, which must do nothing else. With --latency: what one short text
         takes, from its string and from its token ids to its vector, beside what the machine allows. With --corpus: how
         many texts of a file become vectors in a second. Both have the tokenizer in it, and sentence-transformers and
-        CTranslate2 beside the others. To install the other engines: pip install '.[bench]' in a clone.
+        CTranslate2 beside the others. To install the other engines: pip install -e '.[bench]' in a clone.
         """,
         "fastbert bench --dtypes bfloat16 --workloads 8x128,32-ragged --output results\n"
         "  fastbert bench --latency --threads 1 --lengths 8,128 --output results\n"

@@ -77,7 +77,7 @@ def test_a_whole_cell(row):
         assert result["share_of_ceiling"] == pytest.approx(result["gflops"] / row["ceiling_gflops"])
         assert result["start_seconds"] > 0 and 100 < result["peak_memory"] / 2**20 < 2000
     assert row["results"]["absent"] == {
-        "skipped": "not installed: no_such_thing (pip install '.[bench]' in a clone of fastbert)"
+        "skipped": "not installed: no_such_thing (pip install -e '.[bench]' in a clone of fastbert)"
     }
     assert report.best_peer(row) == "transformers-sdpa"
 

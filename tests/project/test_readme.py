@@ -241,3 +241,17 @@ def test_dtypes_that_the_torch_backend_is_said_to_serve():
         x = torch.randn(4, 2, 16, dtype=dtype)
         out = fastbert.ops.attention(x, x, x, torch.tensor([0, 1, 4], dtype=torch.int32), 3, backend="torch")
         assert out.dtype == dtype and out.isfinite().all()
+
+
+def test_the_pages_install_what_they_need():
+    """`pip install .` left the clone's own folder without kernels, and that is what Python imports there."""
+    section = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]\n")[1].split("\n[")[0]
+    extras = re.findall(r"^([a-z]+) = \[", section, re.MULTILINE)  # Python 3.10 has no tomllib
+    (first,) = {re.findall(r"```bash\n(.*)\nfastbert doctor\n", PAGES[name])[0] for name in ("README.md", "start.md")}
+    (named,) = re.findall(r"^pip install -e '\.\[([a-z,]+)\]'$", first)
+    assert {"demo", "train", "serve"} <= set(named.split(",")) <= set(extras)
+    table = PAGES["install.md"].split("\n## Extras\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `([a-z]+)` \|", table, re.MULTILINE)
+    assert sorted(rows) == sorted(extras)
+    for name, page in PAGES.items():
+        assert not re.search(r"pip install '?\.(\[|$|\s)", page.replace("`pip install .`", "")), name

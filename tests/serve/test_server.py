@@ -179,4 +179,4 @@ def test_an_open_door_is_told(tmp_path, host, key, said):
 def test_without_the_extra_one_line_says_what_to_install(model):
     done = run_python(command_without(["fastapi"], "serve", model))
     assert done.returncode == 2
-    assert done.stderr == "fastbert: error: serve needs fastapi: pip install '.[serve]' in a clone of fastbert\n"
+    assert done.stderr == "fastbert: error: serve needs fastapi: pip install -e '.[serve]' in a clone of fastbert\n"

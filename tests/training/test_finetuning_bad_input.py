@@ -166,7 +166,7 @@ def test_packages_that_are_missed_later_are_named_first(tmp_path, monkeypatch, m
         monkeypatch.setitem(sys.modules, name, None)
     path = write_rows(tmp_path / "a.jsonl", ROWS)
     held_out = path if options.pop("held_out", False) else None
-    said = rf"needs {', '.join(missing)}: pip install '\.\[train\]' in a clone"
+    said = rf"needs {', '.join(missing)}: pip install -e '\.\[train\]' in a clone"
     with pytest.raises(ConfigError, match=said):
         task_of(base(tmp_path), path, held_out, **options)
     if "scipy" in missing:

@@ -170,7 +170,7 @@ def test_a_run_without_anything_to_draw_with_leaves_out_the_chart(files, tmp_pat
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if "chart" in line or "matplotlib" in line]
     assert len(said) == 1 and said[0].startswith("fastbert: warning: chart.png is left out: matplotlib"), said
-    assert "pip install '.[train]' in a clone" in said[0]
+    assert "pip install -e '.[train]' in a clone" in said[0]
     assert json.loads((folder / "metrics.json").read_text())["steps"] == 2
     assert not (folder / "chart.png").exists()
     assert "chart" not in done.stdout + (folder / "README.md").read_text()
