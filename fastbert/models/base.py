@@ -54,7 +54,7 @@ class PreTrainedModel(ModelAccess):
             )
         ops.warn_of_missing_kernels()
         self.config = config.in_use()
-        self.gradient_checkpointing = False
+        self.gradient_checkpointing = bool(self.config.extra.get("gradient_checkpointing"))  # as in transformers
 
     @property
     def base_model(self) -> EncoderModel:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -16,12 +17,35 @@ CHUNK_CHARS = 4 << 20  # with CHUNK_TEXTS texts enough to sort well; a token tak
 PROGRESS_DELAY_S = 2.0  # shorter work shows no progress bar
 
 
-def check_texts(texts: str | Iterable[str]) -> list[str]:
-    """The texts as a list. Raises TypeError or InputError, naming the first that is none."""
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def takes_sentences(method: Method) -> Method:
+    """`inputs` may be given as `sentences`, its name in older releases of sentence-transformers."""
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        if "sentences" in options:
+            if args or "inputs" in options:
+                raise TypeError("inputs and its old name sentences are both given: give inputs")
+            options["inputs"] = options.pop("sentences")
+        return method(self, *args, **options)
+
+    return cast("Method", call)
+
+
+def check_texts(texts: Any, *, pairs: bool = False) -> list[Any]:
+    """The texts as a list, and the pairs of texts where they may be there, too.
+
+    Raises TypeError or InputError, naming the first that is none.
+    """
     check_iterable("texts", texts, "a string or a list of strings")
     listed = [texts] if isinstance(texts, str) else list(texts)
     for i, text in enumerate(listed):
-        check_text(f"texts[{i}]", text)
+        if pairs and isinstance(text, (list, tuple)):
+            listed[i] = check_pair(f"texts[{i}]", text)
+        else:
+            check_text(f"texts[{i}]", text)
     return listed
 
 
@@ -42,6 +66,18 @@ def check_listed(name: str, given: Any, wanted: str) -> None:
 
 def _one_of(table: Any) -> str:
     return repr(next(iter(getattr(table, "column_names", table.columns)), "text"))
+
+
+def check_pair(name: str, pair: Any) -> tuple[str, str]:
+    """A pair of texts. Raises TypeError, or InputError for what is no Unicode."""
+    if isinstance(pair, (str, bytes, Mapping)) or not isinstance(pair, Iterable):
+        raise TypeError(f"{name} is a {type(pair).__name__}; it must be a pair of texts")
+    texts = tuple(pair)
+    if len(texts) != 2:
+        raise TypeError(f"{name} has {len(texts)} parts; it must be a pair of texts")
+    for i, text in enumerate(texts):
+        check_text(f"{name}[{i}]", text)
+    return texts
 
 
 def check_text(name: str, text: str) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from fastbert.data.tokenized import Text
-from fastbert.sentences.batches import check_iterable, check_text, check_texts
+from fastbert.sentences.batches import check_iterable, check_pair, check_text, check_texts, takes_sentences
 from fastbert.sentences.loading import LoadArguments
 from fastbert.sentences.pool import ProcessPool
-from fastbert.sentences.scorer import SequenceScorer, check_pair, label_names
+from fastbert.sentences.scorer import SequenceScorer, label_names
 from fastbert.sentences.text_model import Aggregate, Devices, InferenceOptions
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class TextClassifier(SequenceScorer):
         """The names of the labels, LABEL_i where the config has none."""
         return label_names(self.model)
 
+    @takes_sentences
     def predict(
         self,
         inputs: str | Iterable[Text],

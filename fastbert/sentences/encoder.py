@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -16,17 +17,17 @@ from tokenizers import Tokenizer
 
 from fastbert import ops
 from fastbert.data.sentence_folder import FolderSettings, Normalize, Recipe, read_recipe
-from fastbert.data.tokenized import CHUNK_TEXTS
+from fastbert.data.tokenized import CHUNK_TEXTS, Text
 from fastbert.errors import InputError
 from fastbert.layers.leaves import is_plain
 from fastbert.models.auto import load_encoder
 from fastbert.models.base import EncoderModel, PreTrainedModel
 from fastbert.packed_inputs import PackedInputs
-from fastbert.sentences.batches import bar_of, check_listed, check_texts, in_chunks, progress_bar
+from fastbert.sentences.batches import bar_of, check_listed, check_texts, in_chunks, progress_bar, takes_sentences
 from fastbert.sentences.loading import LoadArguments, open_folder
 from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.pooling import pool as pool_tokens
-from fastbert.sentences.similarity import PRECISIONS, HasSimilarity, Precision, Similarity, in_precision
+from fastbert.sentences.similarity import PRECISIONS, HasDimensions, HasSimilarity, Precision, Similarity, in_precision
 from fastbert.sentences.text_model import Devices, InferenceOptions, TextModel, inference_options
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ ORGANISATION = "sentence-transformers"  # of names on the hub that have none
 OutputValue = Literal["sentence_embedding", "token_embeddings"]
 
 
-class SentenceEncoder(TextModel, HasSimilarity):
+class SentenceEncoder(TextModel, HasSimilarity, HasDimensions):
     """Turns texts into vectors of `dim` numbers; cuts texts to `max_seq_length` tokens."""
 
     model: EncoderModel
@@ -53,7 +54,7 @@ class SentenceEncoder(TextModel, HasSimilarity):
         self,
         model_name_or_path: str | os.PathLike[str],
         *,
-        similarity_fn_name: Similarity | str | None = None,
+        similarity_fn_name: Similarity | str | Enum | None = None,
         truncate_dim: int | None = None,
         **options: Unpack[LoadArguments],
     ):
@@ -76,9 +77,10 @@ class SentenceEncoder(TextModel, HasSimilarity):
         for module in recipe.modules:
             module.to(device=opened.device, dtype=torch.float32).requires_grad_(False)
         settings = opened.settings
-        settings.similarity_fn_name = similarity_fn_name or settings.similarity_fn_name
         settings.truncate_dim = InferenceOptions(truncate_dim=truncate_dim).truncate_dim or settings.truncate_dim
         self._assemble(model, opened.tokenizer(), opened.length(model), settings, recipe)
+        if similarity_fn_name is not None:
+            self.similarity_fn_name = similarity_fn_name
         self.folder = opened.root
 
     def _assemble(
@@ -102,16 +104,6 @@ class SentenceEncoder(TextModel, HasSimilarity):
             module.to(self.device)
         return self
 
-    @property
-    def dim(self) -> int:
-        """How many numbers a vector has."""
-        return self.full_dim if self.truncate_dim is None else min(self.truncate_dim, self.full_dim)
-
-    def get_embedding_dimension(self) -> int:
-        return self.dim
-
-    get_sentence_embedding_dimension = get_embedding_dimension  # what releases before 6 called it
-
     def saved_modules(self) -> list[SavedModule]:
         from fastbert.sentences.saving import saved_recipe
 
@@ -131,9 +123,10 @@ class SentenceEncoder(TextModel, HasSimilarity):
 
         return as_sentence_transformer(self)
 
+    @takes_sentences
     def encode(
         self,
-        inputs: str | Iterable[str],
+        inputs: str | Iterable[Text],
         prompt_name: str | None = None,
         prompt: str | None = None,
         batch_size: int | None = None,
@@ -156,7 +149,7 @@ class SentenceEncoder(TextModel, HasSimilarity):
         """The vectors of texts, in the order of the texts. The arguments mean what they mean in sentence-transformers.
 
         Args:
-            inputs: one string, or many.
+            inputs: one string, or many; some may be tuples of two, which the encoder reads as one, side by side.
             prompt_name, prompt: what is put before every text: a prompt of the model's, or a text. Default: the model's
                 default prompt, mostly none.
             batch_size: how many texts the encoder gets at a time, at most. None: as many as `batch_tokens` allows.
@@ -194,7 +187,11 @@ class SentenceEncoder(TextModel, HasSimilarity):
             raise InputError(f"unknown precision {precision!r}; there are {', '.join(PRECISIONS)}")
         if normalize_embeddings and normalize is False:
             raise InputError("normalize_embeddings=True and normalize=False exclude each other")
-        one, listed, as_vectors = isinstance(inputs, str), check_texts(inputs), output_value == "sentence_embedding"
+        one, listed, as_vectors = (
+            isinstance(inputs, str),
+            check_texts(inputs, pairs=True),
+            output_value == "sentence_embedding",
+        )
         options = inference_options(
             prompt=self.prompt(prompt_name, prompt),
             batch_tokens=batch_tokens,
@@ -205,6 +202,8 @@ class SentenceEncoder(TextModel, HasSimilarity):
             task=task,
             windows=windows or self.windows,
         )
+        if options.windows is not None and any(isinstance(text, tuple) for text in listed):
+            raise InputError("windows are for texts, and there are pairs of texts")
         if not as_vectors:
             if pool is not None or isinstance(device, list) or precision != "float32" or options.windows is not None:
                 raise InputError(
@@ -226,10 +225,12 @@ class SentenceEncoder(TextModel, HasSimilarity):
             return rows_on_host[0] if one else rows_on_host
         return vectors[0] if one else list(vectors)
 
+    @takes_sentences
     def encode_query(self, inputs: str | Iterable[str], **options: Any) -> Any:
         """`encode` with the model's prompt for queries, if it has one and no other is asked for."""
         return self.encode(inputs, **self._of_task("query", options))
 
+    @takes_sentences
     def encode_document(self, inputs: str | Iterable[str], **options: Any) -> Any:
         """`encode` with the model's prompt for documents, if it has one and no other is asked for."""
         return self.encode(inputs, **self._of_task("document", options))

@@ -14,7 +14,7 @@ from torch import nn
 from fastbert.data.sentence_folder import FolderSettings
 from fastbert.errors import ConfigError, InputError
 from fastbert.models.base import PreTrainedModel
-from fastbert.sentences.batches import check_listed
+from fastbert.sentences.batches import check_listed, takes_sentences
 from fastbert.sentences.loading import LoadArguments
 from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.scorer import SequenceScorer, check_pairs
@@ -106,6 +106,7 @@ class Reranker(SequenceScorer):
     def max_length(self, length: int) -> None:
         self.max_seq_length = length
 
+    @takes_sentences
     def predict(
         self,
         inputs: Iterable[Sequence[str]] | Sequence[str],

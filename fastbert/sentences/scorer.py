@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,7 +20,7 @@ from fastbert.models.auto import AutoModelForSequenceClassification
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.classifiers import PROBLEMS, ForSequenceClassification
 from fastbert.packed_inputs import PackedInputs
-from fastbert.sentences.batches import check_listed, check_text
+from fastbert.sentences.batches import check_listed, check_pair
 from fastbert.sentences.loading import open_folder
 from fastbert.sentences.text_model import InferenceOptions, TextModel
 
@@ -171,18 +171,6 @@ def label_probabilities(logits: torch.Tensor, problem_type: str | None) -> torch
     if problem_type == "regression":
         return logits
     return logits.sigmoid() if is_multi_label(problem_type, logits.shape[-1]) else logits.softmax(-1)
-
-
-def check_pair(name: str, pair: Any) -> tuple[str, str]:
-    """A pair of texts. Raises TypeError, or InputError for what is no Unicode."""
-    if isinstance(pair, (str, bytes, Mapping)) or not isinstance(pair, Iterable):
-        raise TypeError(f"{name} is a {type(pair).__name__}; it must be a pair of texts")
-    texts = tuple(pair)
-    if len(texts) != 2:
-        raise TypeError(f"{name} has {len(texts)} parts; it must be a pair of texts")
-    for i, text in enumerate(texts):
-        check_text(f"{name}[{i}]", text)
-    return texts
 
 
 def check_pairs(inputs: Any) -> tuple[list[tuple[str, str]], bool]:

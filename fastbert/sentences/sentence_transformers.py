@@ -17,6 +17,7 @@ from torch import nn
 from fastbert.data.sentence_folder import Normalize
 from fastbert.errors import ConfigError
 from fastbert.models.quantized import is_quantized
+from fastbert.sentences.batches import takes_sentences
 from fastbert.sentences.saving import save_tokenizer
 from fastbert.sentences.similarity import Similarity
 
@@ -93,8 +94,8 @@ def _class() -> type:
             )
             self.encoder = encoder
 
-        def encode(self, inputs: Any = None, prompt_name: Any = None, prompt: Any = None, *args: Any, **options: Any):
-            inputs = options.pop("sentences", inputs)
+        @takes_sentences
+        def encode(self, inputs: Any, prompt_name: Any = None, prompt: Any = None, *args: Any, **options: Any):
             if options.get("batch_size") == 32:  # the default of theirs; ours goes by tokens
                 del options["batch_size"]
             if options.get("truncate_dim") is None:

@@ -1,7 +1,10 @@
-"""Similarities of vectors, and vectors in fewer bits, as sentence-transformers defines them."""
+"""Similarities of vectors, and vectors in fewer bits or dimensions, as sentence-transformers defines them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -9,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from fastbert.errors import ConfigError, InputError
+from fastbert.sentences.text_model import InferenceOptions
 
 Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 Precision = Literal["float32", "int8", "uint8", "binary", "ubinary"]
@@ -71,10 +75,39 @@ class HasSimilarity:
         return self._similarity_fn_name
 
     @similarity_fn_name.setter
-    def similarity_fn_name(self, name: Similarity | str) -> None:
+    def similarity_fn_name(self, name: Similarity | str | Enum) -> None:
+        name = name.value if isinstance(name, Enum) else name  # a member of sentence-transformers' SimilarityFunction
         if name not in SIMILARITIES:
             raise ConfigError(f"unknown similarity {name!r}; there are {', '.join(SIMILARITIES)}")
         self._similarity_fn_name = name
+
+
+class HasDimensions:
+    """What gives vectors of `full_dim` numbers, of which callers get the first `truncate_dim`; None: all of them."""
+
+    full_dim: int
+    truncate_dim: int | None
+
+    @property
+    def dim(self) -> int:
+        """How many numbers a vector has."""
+        return self.full_dim if self.truncate_dim is None else min(self.truncate_dim, self.full_dim)
+
+    def get_embedding_dimension(self) -> int:
+        return self.dim
+
+    get_sentence_embedding_dimension = get_embedding_dimension  # what releases before 6 called it
+
+    @contextmanager
+    def truncate_embeddings(self, truncate_dim: int | None) -> Iterator[None]:
+        """Vectors that are made meanwhile have the first `truncate_dim` numbers. Raises InputError for less than 1."""
+        before, self.truncate_dim = self.truncate_dim, InferenceOptions(truncate_dim=truncate_dim).truncate_dim
+        try:
+            yield
+        finally:
+            self.truncate_dim = before
+
+    truncate_sentence_embeddings = truncate_embeddings  # what releases before 6 called it
 
 
 def _matrix(vectors: Any) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from fastbert.models.auto import AutoModelForMaskedLM
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.masked_lm import MaskedLMHeadModel
 from fastbert.packed_inputs import PackedInputs
-from fastbert.sentences.batches import check_texts, longest_first
+from fastbert.sentences.batches import check_texts, longest_first, takes_sentences
 from fastbert.sentences.loading import LoadArguments, open_folder
 from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.similarity import HasSimilarity, Similarity
@@ -42,7 +43,7 @@ class SparseEncoder(TextModel, HasSimilarity):
         self,
         model_name_or_path: str | os.PathLike[str],
         *,
-        similarity_fn_name: Similarity | str | None = None,
+        similarity_fn_name: Similarity | str | Enum | None = None,
         max_active_dims: int | None = None,
         **options: Unpack[LoadArguments],
     ):
@@ -66,10 +67,11 @@ class SparseEncoder(TextModel, HasSimilarity):
             raise CheckpointError(f"{model_name_or_path} has no masked-LM head: it lacks {some(model.missing_keys)}")
         opened.quantised(model)
         settings = opened.settings
-        settings.similarity_fn_name = similarity_fn_name or settings.similarity_fn_name
         limit = InferenceOptions(max_active_dims=max_active_dims).max_active_dims
         settings.max_active_dims = limit or settings.max_active_dims
         self._assemble(model, opened.tokenizer(), opened.length(model), settings, pooling)
+        if similarity_fn_name is not None:
+            self.similarity_fn_name = similarity_fn_name
         self.folder = opened.root
 
     def _assemble(
@@ -101,6 +103,7 @@ class SparseEncoder(TextModel, HasSimilarity):
 
     get_sentence_embedding_dimension = get_embedding_dimension  # what releases before 6 called it
 
+    @takes_sentences
     def encode(
         self,
         inputs: str | Iterable[str],
@@ -149,10 +152,12 @@ class SparseEncoder(TextModel, HasSimilarity):
             return vectors[0]
         return vectors if convert_to_tensor else list(vectors)
 
+    @takes_sentences
     def encode_query(self, inputs: str | Iterable[str], **options: Any) -> Any:
         """`encode` with the model's prompt for queries, if it has one and no other is asked for."""
         return self.encode(inputs, **self._of_task("query", options))
 
+    @takes_sentences
     def encode_document(self, inputs: str | Iterable[str], **options: Any) -> Any:
         """`encode` with the model's prompt for documents, if it has one and no other is asked for."""
         return self.encode(inputs, **self._of_task("document", options))
@@ -165,6 +170,21 @@ class SparseEncoder(TextModel, HasSimilarity):
             return {"active_dims": 0.0, "sparsity_ratio": 1.0}
         active = int((rows.coalesce().values() if rows.is_sparse else rows).count_nonzero()) / rows.shape[0]
         return {"active_dims": active, "sparsity_ratio": 1.0 - active / rows.shape[1]}
+
+    @staticmethod
+    def intersection(embeddings_1: torch.Tensor, embeddings_2: torch.Tensor) -> torch.Tensor:
+        """The words that two vectors share: their products, where these are above 0, sparse (dim,) or (n, dim).
+
+        embeddings_1 is (dim,); embeddings_2 is (dim,), or (n, dim). Raises InputError for other shapes.
+        """
+        shapes = tuple(embeddings_1.shape), tuple(embeddings_2.shape)
+        if embeddings_1.dim() != 1 or embeddings_2.dim() not in (1, 2) or shapes[0][-1] != shapes[1][-1]:
+            raise InputError(f"embeddings have the shapes {shapes[0]} and {shapes[1]}; (dim,) and (n, dim) go together")
+        a, b = embeddings_1.to_dense(), embeddings_2.to_sparse().coalesce()
+        values = b.values() * a[b.indices()[-1]]
+        kept = values > 0
+        where = b.indices()[:, kept]
+        return torch.sparse_coo_tensor(where, values[kept], b.shape, is_coalesced=True, check_invariants=False)
 
     def decode(self, embeddings: torch.Tensor, top_k: int | None = None) -> Any:
         """The (token, weight) pairs of a vector, the largest first; of several vectors a list of such lists.

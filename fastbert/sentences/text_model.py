@@ -192,7 +192,13 @@ class TextModel(HasModel):
         """
         if prompt:
             inputs = [prompted(prompt, one) for one in inputs]
-        return tokenize(self.tokenizer_of(task), inputs, with_types=self.has_types)
+        return tokenize(self.tokenizer_of(task), inputs, with_types=self._with_types(inputs))
+
+    def _with_types(self, inputs: Sequence[Text]) -> bool:
+        """Whether the model is told the types of these inputs' tokens. Those of texts are all 0, as without them."""
+        return self.has_types or (
+            any(isinstance(one, tuple) for one in inputs) and self.model.base_model.table_sizes().has_types
+        )
 
     def compute(self, batch: PackedInputs, options: InferenceOptions) -> torch.Tensor:
         """The rows of one batch, (sequences, width), on the model's device."""
@@ -280,7 +286,7 @@ class TextModel(HasModel):
         models.
         """
         tokenizer = self.tokenizer_of(options.task)
-        batch = tokenize_one(tokenizer, prompted(options.prompt, one), with_types=self.has_types)
+        batch = tokenize_one(tokenizer, prompted(options.prompt, one), with_types=self._with_types([one]))
         row = self.rows_by_one_op(batch, options)
         if row is None:
             with torch.inference_mode():

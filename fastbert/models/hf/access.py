@@ -56,6 +56,7 @@ class ModelAccess(TheirMethods):
             rows = -(-rows // pad_to_multiple_of) * pad_to_multiple_of
         if rows != word.weight.shape[0]:
             self.config.set_checked(vocab_size=rows)  # first: it is this that says no
+            self.vocab_size = rows  # as in transformers, which has it from then on
             std = None if mean_resizing else self.config.initializer_range
             resize_rows(word, rows, std)
             self.resize_decoder(rows, std)

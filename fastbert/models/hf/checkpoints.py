@@ -163,6 +163,7 @@ class CheckpointMixin(nn.Module):
                 weights = without_pooler(model, weights)  # type: ignore[arg-type]
             load_weights(model, weights, name, chosen, ignore_mismatched_sizes)  # type: ignore[arg-type]
             model.name_or_path = model.config.name_or_path = name
+            model.config._attn_implementation = config_changes.get("attn_implementation")
             model.tokenizer_folder = folder
             model = model.eval() if place is None else model.to(place).eval()
         if device_map is not None:
@@ -254,6 +255,8 @@ class CheckpointMixin(nn.Module):
         entries = {**config.to_dict(), "architectures": [type(self).__name__]}
         entries.pop("torch_dtype", None)  # today's name is dtype
         entries["dtype"] = str(self.dtype).removeprefix("torch.")
+        if entries.get("gradient_checkpointing"):  # as in transformers: it is the training's, not the model's
+            del entries["gradient_checkpointing"]
         entries.pop("quantization_config", None)  # what a config says and what the model is may differ by now
         if (quantization := self.quantization_entry()) is not None:
             entries["quantization_config"] = quantization

@@ -63,7 +63,7 @@ class TheirMethods(CheckpointMixin):
 
     def set_attn_implementation(self, attn_implementation: str, allow_all_kernels: bool = False) -> None:
         """As the argument of from_pretrained: any exact attention may be named, and fastbert runs its own."""
-        self.get_correct_attn_implementation(attn_implementation)
+        self.config._attn_implementation = self.get_correct_attn_implementation(attn_implementation)
 
     def get_experts_implementation(self) -> dict[str, str | None]:
         return {}

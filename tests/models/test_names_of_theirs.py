@@ -1,0 +1,69 @@
+"""Names that transformers' users read and assign on configs and models, beside the methods."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from family_configs import config_for
+from hf import hf_class, hf_config
+
+import fastbert
+from fastbert.models.classes import CLASSES
+
+IDS = torch.tensor([[5, 6, 7, 8]])
+
+
+def make(head: str = "MaskedLM"):
+    return CLASSES["bert", head](config_for("bert", head))
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+def test_the_attention_that_was_asked_for(tmp_path, name):
+    config = config_for("bert", "MaskedLM")
+    ours, theirs = make(), hf_class("bert", "MaskedLM")(hf_config(config))
+    for model in (ours, theirs):
+        model.set_attn_implementation(name)
+        assert model.config._attn_implementation == model.base_model.config._attn_implementation == name
+    ours.save_pretrained(tmp_path)
+    assert "_attn_implementation" not in json.loads((tmp_path / "config.json").read_text())
+    for library in (fastbert, pytest.importorskip("transformers")):
+        model = library.AutoModelForMaskedLM.from_pretrained(tmp_path, attn_implementation=name)
+        assert model.config._attn_implementation == name
+
+
+@pytest.mark.parametrize("head", ["Model", "MaskedLM"])
+def test_a_config_turns_checkpointing_on(tmp_path, head):
+    """Before the model is made. A folder does not say it: it is the training's."""
+    config = config_for("bert", head)
+    other = hf_config(config)
+    config.gradient_checkpointing = other.gradient_checkpointing = True
+    for model in (CLASSES["bert", head](config), hf_class("bert", head)(other)):
+        assert model.is_activation_checkpointing and model.base_model.is_activation_checkpointing
+        model.activation_checkpointing_disable()
+        assert not model.is_activation_checkpointing
+        model.save_pretrained(tmp_path / type(model).__module__)
+        entries = json.loads((tmp_path / type(model).__module__ / "config.json").read_text())
+        assert not entries.get("gradient_checkpointing")
+    assert not make(head).is_activation_checkpointing
+
+
+def test_words_after_a_resize():
+    ours, theirs = make(), hf_class("bert", "MaskedLM")(hf_config(config_for("bert", "MaskedLM")))
+    for model in (ours, theirs):
+        model.resize_token_embeddings(70)
+        assert model.vocab_size == model.config.vocab_size == 70
+
+
+@pytest.mark.parametrize("model_type", ["bert", "modernbert", "roformer", "deberta-v2"])
+def test_models_without_memory(model_type):
+    """Made under torch.device("meta"), then filled: the same numbers as of one that was made with memory."""
+    config = config_for(model_type, "MaskedLM")
+    whole = CLASSES[model_type, "MaskedLM"](config).eval()
+    with torch.device("meta"):
+        model = CLASSES[model_type, "MaskedLM"](config).eval()
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"meta"}
+    model.load_state_dict(whole.state_dict(), assign=True)
+    model.tie_weights()
+    assert torch.equal(model(IDS).logits, whole(IDS).logits)
