@@ -134,9 +134,9 @@ class ConfigAccess:
         copy.__dict__[_IN_USE] = True
         return copy
 
-    def option(self, name: str, given: bool | None) -> bool:
+    def option(self, name: str, given: Any) -> Any:
         """What a call gets of output_attentions and the like: what it asked for, or else what the config has."""
-        return bool(self.extra.get(name, THEIR_DEFAULTS[name]) if given is None else given)
+        return self.extra.get(name, THEIR_DEFAULTS[name]) if given is None else given
 
     @property
     def name_or_path(self) -> str:

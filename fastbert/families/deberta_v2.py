@@ -43,7 +43,7 @@ def _spec(config: Any, depth: int) -> LayerSpec:
     checked_widths(config)
     count, dropout = config.num_attention_heads, config.hidden_dropout_prob
     width, found = config.hidden_size // count, terms(config)
-    kinds, norms_table = set(found), _norms_table(config)
+    kinds, norms_table = {"c2p", "p2c"}.intersection(found), _norms_table(config)
     position, key, query = None, None, None
     if config.relative_attention:
         buckets, longest = config.position_buckets, span_of(config)

@@ -18,10 +18,13 @@ from fastbert.layer_spec import Invalid
 
 
 def terms(config: Any) -> list[str]:
-    """The terms of the scores that depend on a distance, as the config names them: c2p, p2c."""
+    """The terms of the scores that depend on a distance, as the config names them: c2p, p2c. Without relative attention
+    there are none, whatever the names are; of DeBERTa's first version their number still scales the scores.
+    """
     given = config.pos_att_type
     found = [name.strip() for name in given.lower().split("|")] if isinstance(given, str) else given or []
-    if not isinstance(found, (list, tuple)) or not all(name in ("c2p", "p2c") for name in found):
+    known = ("c2p", "p2c") if config.relative_attention else found
+    if not isinstance(found, (list, tuple)) or not all(isinstance(name, str) and name in known for name in found):
         raise Invalid("pos_att_type", given, "a list of c2p and p2c, or null")
     return list(found)
 

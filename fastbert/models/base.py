@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -334,7 +335,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         position_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
+        output_hidden_states: bool | int | Sequence[int] | None = None,
         return_dict: bool | None = None,
         *,
         cu_seqlens: torch.Tensor | None = None,
@@ -357,7 +358,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             For a PackedInputs, what there would be for the batch that it was made from.
             `pooler_output`: (batch, hidden_size), from each sequence's first real token. A sequence without tokens
             gives the pooler's value of zeros. `hidden_states`, and `attentions` (batch, heads, seqlen, seqlen), if they
-            were asked for.
+            were asked for. Numbers in `output_hidden_states` select some of them; the others are None.
 
         Raises:
             InputError: an id, a shape, a dtype or an offset is out of bounds. Nothing has been launched.
@@ -386,7 +387,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             output.update({name: without_views(value) for name, value in output.items()})
         return output if option("return_dict", return_dict) else output.to_tuple()
 
-    def run(self, inputs: EncoderInputs, output_attentions: bool | None, output_hidden_states: bool | None):
+    def run(self, inputs: EncoderInputs, output_attentions: bool | None, output_hidden_states: Any):
         """Encode; (the EncoderOutput, with what was asked for, the batch)."""
         option = self.config.option
         asks = option("output_hidden_states", output_hidden_states), option("output_attentions", output_attentions)

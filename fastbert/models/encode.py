@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -47,11 +47,14 @@ class Wanted(NamedTuple):
     unpacked: bool = False
 
     @classmethod
-    def of_all(cls, num_layers: int, hidden_states: bool, probs: bool, pooler: bool) -> Wanted:
-        """As output_hidden_states and output_attentions have it."""
-        states = frozenset(range(num_layers + 1 if hidden_states else 0))
-        asked = hidden_states or probs
-        return cls(states, frozenset(range(num_layers if probs else 0)), pooler=pooler, unpacked=asked)
+    def of_all(cls, num_layers: int, hidden_states: bool | int | Sequence[int], probs: bool, pooler: bool) -> Wanted:
+        """As output_hidden_states, which may name some of them, also from the end, and output_attentions have it."""
+        count = num_layers + 1
+        asked = [hidden_states] if isinstance(hidden_states, int) else hidden_states
+        asked = range(count) if hidden_states is True else asked if hidden_states else ()
+        states = frozenset(i % count for i in asked if -count <= i < count)  # others select nothing in transformers
+        unpacked = bool(hidden_states or probs)
+        return cls(states, frozenset(range(num_layers if probs else 0)), pooler=pooler, unpacked=unpacked)
 
     def layers_to_run(self, num_layers: int) -> int:
         return max(0, *self.hidden_states, *(i + 1 for i in self.probs)) if self.stops else num_layers
@@ -67,12 +70,13 @@ NOTHING_ELSE = Wanted()
 
 class EncoderOutput(NamedTuple):
     """The packed last hidden state (total_tokens, hidden_size); where they were asked for, packed hidden states and
-    probabilities (batch, heads, max_seqlen, max_seqlen), or unpacked ones, in the order of the layers. pooled: what the
-    pooler made, (batch, hidden_size), and last, the unpacked last hidden state, where they are there already.
+    probabilities (batch, heads, max_seqlen, max_seqlen), in the order of the layers, or unpacked ones, and None for
+    hidden states that were not among those. pooled: what the pooler made, (batch, hidden_size), and last, the unpacked
+    last hidden state, where they are there already.
     """
 
     packed: torch.Tensor
-    hidden_states: tuple[torch.Tensor, ...] | None = None
+    hidden_states: tuple[Any, ...] | None = None
     probs: tuple[torch.Tensor, ...] | None = None
     pooled: torch.Tensor | None = None
     last: torch.Tensor | None = None
@@ -198,8 +202,12 @@ def run_encoder(
     x = _as_autocast_has_it(x if scopes.ends else final_norm(x))
     if count in wanted.hidden_states:
         x = keep(x)
-    last = hidden_states[-1] if wanted.unpacked and count in wanted.hidden_states else None
-    return EncoderOutput(x, tuple(hidden_states) or None, tuple(probs) or None, last=last)
+    states: tuple[torch.Tensor | None, ...] = tuple(hidden_states)
+    last = None
+    if wanted.unpacked and states:
+        by_number = dict(zip(sorted(wanted.hidden_states), states, strict=True))
+        states, last = tuple(by_number.get(i) for i in range(count + 1)), by_number.get(count)
+    return EncoderOutput(x, states or None, tuple(probs) or None, last=last)
 
 
 def _shown(root: nn.Module, unpack: Callable, pack: Callable, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from fastbert.layers.leaves import get_leaf, in_use, is_linear, weights_of
 from fastbert.models.base import EncoderModel, PreTrainedModel, must_be_called
 from fastbert.models.encode import extras_of
 from fastbert.models.hf.recording import record, records_hf
-from fastbert.models.inputs import EncoderInputs
+from fastbert.models.inputs import LEFT_IN_FEATURES, EncoderInputs
 from fastbert.models.outputs import ModelOutput
 from fastbert.packed_inputs import ModelInputs, PackedInputs, labels_of
 from fastbert.packing import PADDED_LABELS, PackedBatch, checks_values
@@ -109,7 +109,7 @@ class HeadModel(PreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
+        output_hidden_states: bool | int | Sequence[int] | None = None,
         return_dict: bool | None = None,
         *,
         cu_seqlens: torch.Tensor | None = None,
@@ -131,6 +131,7 @@ class HeadModel(PreTrainedModel):
         labelled = {name: value for name, value in {"labels": labels, **options}.items() if value is not None}
         if isinstance(input_ids, PackedInputs):
             labelled = labels_of(input_ids, labelled)
+        labelled = {name: value for name, value in labelled.items() if name not in LEFT_IN_FEATURES}
         unknown = set(labelled) - set(self.option_names)
         if unknown:
             raise TypeError(
@@ -158,7 +159,7 @@ class HeadModel(PreTrainedModel):
         inputs: EncoderInputs,
         given: ModelInputs,
         output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
+        output_hidden_states: bool | int | Sequence[int] | None = None,
     ) -> tuple[Encoded, dict]:
         """Run the base model on what its `prepare` made of `given`; also the extras asked for, unpacked."""
         base = self.base_model

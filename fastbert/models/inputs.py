@@ -34,6 +34,12 @@ class EncoderInputs:
     window_positions: torch.Tensor | None = None
 
 
+# What sentence-transformers leaves of its results in features, and hands on when they go through a model again.
+LEFT_IN_FEATURES = frozenset(
+    {"token_embeddings", "sentence_embedding", "scores", "all_layer_embeddings", "token_weights_sum"}
+)
+
+
 class TableSizes(NamedTuple):
     """The rows of the tables, and the width of a row of the embeddings'; None: there is no table of these positions.
 

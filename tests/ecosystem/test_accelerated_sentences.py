@@ -1,4 +1,4 @@
-"""sentence-transformers' ways with features: queries that are expanded."""
+"""sentence-transformers' ways with features: queries that are expanded, and results that stay among them."""
 
 from __future__ import annotations
 
@@ -56,3 +56,29 @@ def test_a_transformer_whose_forward_is_replaced(tmp_path):
     model[0].forward = lambda features: features
     with pytest.raises(ValueError, match="a Transformer that expands queries has been replaced"):
         fastbert.accelerate(model)
+
+
+def again(model: Any) -> list[torch.Tensor]:
+    """What a model makes of features, and of the same ones with its results among them, as cached losses do it."""
+    pairs = list(zip(TEXTS, reversed(TEXTS), strict=True))
+    features = model.preprocess(pairs if isinstance(model, library.CrossEncoder) else TEXTS)
+    name = "scores" if isinstance(model, library.CrossEncoder) else "sentence_embedding"
+    with torch.no_grad():
+        return [model(features)[name].clone() for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("head", "route"),
+    [("Model", "accelerated"), ("SequenceClassification", "accelerated"), ("SequenceClassification", "own")],
+)
+def test_features_that_go_through_a_model_again(head, route, tmp_path):
+    folder = str(tiny.write_model(tmp_path, head=head, num_labels=1 if head != "Model" else 2))
+    make = library.SentenceTransformer if head == "Model" else library.CrossEncoder
+    theirs, ours = make(folder, device="cpu"), make(folder, device="cpu")
+    if route == "own":
+        ours[0].model = fastbert.AutoModelForSequenceClassification.from_pretrained(folder)
+    else:
+        fastbert.accelerate(ours)
+    first, second = assert_as_theirs(ours, theirs, again)
+    assert torch.equal(first, second)
+    assert (fastbert.status(ours).packed, fastbert.status(ours).others) == (2, 0)

@@ -205,3 +205,19 @@ def test_gradients_flow_through_loss_and_read_logits():
 
     baseline = grad(lambda out: out.loss) + grad(lambda out: out.logits.square().mean())
     assert_close_to_reference(grad(both), grad(both, torch.float64), baseline, GRADIENT_FACTOR)
+
+
+@pytest.mark.parametrize("asked", [[0, 2], 1, [-1, 0], [99, 1], 0, []], ids=str)
+def test_some_of_the_hidden_states(asked):
+    """As transformers 5.23 has it; versions before give all."""
+    pytest.importorskip("transformers", minversion="5.23")
+    config = config_for("bert", "Model")
+    trio, batch = make_trio(config, "Model", torch.float32), make_batch(config, "right")
+    ours, theirs, oracle = (
+        m(**batch.inputs, output_hidden_states=asked).hidden_states for m in (trio.ours, trio.baseline, trio.oracle)
+    )
+    assert (ours is None) == (theirs is None)
+    assert [x is None for x in ours or ()] == [x is None for x in theirs or ()]
+    for found, near, exact in zip(ours or (), theirs or (), oracle or (), strict=True):
+        if found is not None:
+            assert_close_to_reference(found[batch.real], exact[batch.real], near[batch.real], GRADIENT_FACTOR)

@@ -145,7 +145,7 @@ def test_the_word_table_scores_words():
 
 
 BAD = (
-    ("deberta-v2", {"pos_att_type": ["p2p"]}, "pos_att_type is"),
+    ("deberta-v2", {"pos_att_type": ["p2p"], "relative_attention": True}, "pos_att_type is"),
     ("deberta", {"pos_att_type": 3}, "pos_att_type is 3"),
     ("deberta-v2", {"conv_kernel_size": 4}, "conv_kernel_size is 4; it must be odd"),
     ("deberta-v2", {"conv_kernel_size": 3, "conv_groups": 3}, "conv_groups is 3; it must be a divisor of hidden_size"),
@@ -246,3 +246,12 @@ def test_projections_are_kept_in_inference_mode(monkeypatch):
     with torch.inference_mode():
         model(**texts[0].inputs), model(**texts[1].inputs)
     assert len(calls) == before + 4
+
+
+@pytest.mark.parametrize("model_type", ["deberta", "deberta-v2"])
+@pytest.mark.parametrize("named", ["None", "c2p|none"])
+def test_names_of_terms_without_relative_attention(model_type, named):
+    """Nothing reads them but DeBERTa's first version, whose scores are scaled by how many there are."""
+    others = {} if model_type == "deberta" else {"norm_rel_ebd": "none"}
+    config = config_for(model_type, "Model", relative_attention=False, pos_att_type=named, **others)
+    check(config, "Model", make_batch(config, "right"), {}, torch.float32)
