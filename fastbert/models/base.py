@@ -16,7 +16,7 @@ from fastbert.layers.convolution import place_convolution
 from fastbert.layers.encoder import EncoderLayer, call_checkpointed
 from fastbert.layers.leaves import get_leaf, has_hooks, is_plain, make_norm, parent_of, place, within
 from fastbert.layers.relative import place_relative, relative_shapes
-from fastbert.layers.rotary import RotaryFrequencies, RotaryTable, place_rotary
+from fastbert.layers.rotary import place_rotary
 from fastbert.layers.sharded import is_sharded, without_views
 from fastbert.models.encode import (
     NOTHING_ELSE,
@@ -126,34 +126,6 @@ class PreTrainedModel(ModelAccess):
     def __prepare_scriptable__(self):
         raise TypeError("torch.jit.script cannot compile this model; torch.compile does")
 
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """BERT's initialisation: normal with initializer_range, biases 0, LayerNorm 1 and 0, padding row 0."""
-        for module in self.modules():
-            self._init_leaf(module)
-        self.tie_weights()
-
-    def _init_leaf(self, module: nn.Module) -> None:
-        std = self.config.initializer_range
-        if isinstance(module, (RotaryTable, RotaryFrequencies)):
-            module.fill()
-        elif isinstance(module, (nn.Linear, nn.Conv1d)):
-            module.weight.normal_(0.0, std)
-            if module.bias is not None:
-                module.bias.zero_()
-        elif isinstance(module, nn.Embedding):
-            module.weight.normal_(0.0, std)
-            if module.padding_idx is not None:
-                module.weight[module.padding_idx].zero_()
-        elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-            for parameter, value in ((module._parameters["weight"], 1.0), (module._parameters.get("bias"), 0.0)):
-                if parameter is not None:  # neither need be there
-                    parameter.fill_(value)
-        else:  # the decoder bias's second name
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    parameter.zero_()
-
 
 def held_models(module: nn.Module) -> list[PreTrainedModel]:
     """The models in a module that trains one or several of them; a model holds itself."""
@@ -214,7 +186,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             self._place_pooler()
         for path, (columns, rows) in family.unused_linears(config).items():
             place(self, path, nn.Linear(columns, rows))
-        self.init_weights()
+        self._draw_weights(self.modules())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

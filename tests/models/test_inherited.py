@@ -104,17 +104,41 @@ def test_a_loss_of_ones_own_is_not_ignored():
         ours.loss_function = nn.functional.cross_entropy
 
 
-def test_weights_are_made_anew_as_at_first():
+class Around(transformers.BertPreTrainedModel):
+    """A user's model around one of ours, or of transformers, that has been loaded."""
+
+    def __init__(self, config, model):
+        super().__init__(config)
+        self.bert, self.more = model, nn.Linear(config.hidden_size, 1000)
+        self.post_init()
+
+
+class OursAround(fastbert.BertModel):
+    def __init__(self, config, model):
+        super().__init__(config)
+        self.other, self.more = model, nn.Linear(self.config.hidden_size, 1000)
+        self.post_init()
+
+
+@pytest.mark.parametrize("around", [Around, OursAround])
+@pytest.mark.parametrize("inner", [0, 1], ids=["ours", "theirs"])
+def test_a_model_around_keeps_what_is_initialised(around, inner, tmp_path):
+    made, config = pair("Model")[inner], transformers.BertConfig(hidden_size=64, num_attention_heads=2)
+    made.save_pretrained(tmp_path)
+    loaded = type(made).from_pretrained(tmp_path)
+    expected = {key: t.clone() for key, t in loaded.state_dict().items()}
+    outer = around(config, loaded)
+    assert all(torch.equal(t, expected[key]) for key, t in loaded.state_dict().items())
+    std = float(outer.more.weight.detach().std())  # torch's own first values have 0.072
+    assert abs(std - config.initializer_range) < config.initializer_range / 10 and not outer.more.bias.any()
+
+
+def test_weights_are_made_once():
     for name in ("init_weights", "initialize_weights", "post_init"):
-        ours, _ = pair()
-        manual_seed(3)
+        ours, theirs = pair()
+        expected = {key: t.clone() for key, t in ours.state_dict().items()}
         getattr(ours, name)()
-        manual_seed(3)
-        expected = fastbert.BertForMaskedLM(ours.config)
-        expected.init_weights()  # without the numbers that making the layers drew
-        manual_seed(3)
-        expected.init_weights()
-        assert all(torch.equal(t, ours.state_dict()[key]) for key, t in expected.state_dict().items())
+        assert all(torch.equal(t, expected[key]) for key, t in ours.state_dict().items())
         assert ours.cls.predictions.decoder.weight is ours.get_input_embeddings().weight
     theirs = transformers.BertConfig.from_dict(ours.config.to_dict())
     made = fastbert.BertForMaskedLM._from_config(theirs, dtype=torch.bfloat16, attn_implementation="sdpa")

@@ -5,14 +5,19 @@ Each is given its meaning for our models here, or one clear error. A test goes t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from fastbert.checkpoint.arguments import left_over
 from fastbert.config import EncoderConfig
 from fastbert.errors import ConfigError
+from fastbert.layers.rotary import RotaryFrequencies, RotaryTable
 from fastbert.models.hf.checkpoints import CheckpointMixin
+
+_INITIALISED = "_is_hf_initialized"  # transformers' mark of a module that post_init leaves as it is
 
 
 class TheirMethods(CheckpointMixin):
@@ -25,14 +30,44 @@ class TheirMethods(CheckpointMixin):
     supports_tp_plan = False
     supports_pp_plan = False
 
-    def init_weights(self) -> None:
+    def tie_weights(self) -> None:
         raise NotImplementedError
+
+    def init_weights(self) -> None:
+        """Initialise modules that are new: not what a model's constructor has made, loaded or not (as transformers)."""
+        self._draw_weights([module for module in self.modules() if _INITIALISED not in module.__dict__])
+
+    @torch.no_grad()
+    def _draw_weights(self, modules: Iterable[nn.Module]) -> None:
+        """BERT's initialisation: normal with initializer_range, biases 0, LayerNorm 1 and 0, padding row 0."""
+        for module in modules:
+            self._init_leaf(module)
+            module.__dict__[_INITIALISED] = True
+        self.tie_weights()
 
     def _init_leaf(self, module: nn.Module) -> None:
-        raise NotImplementedError
+        std = self.config.initializer_range
+        if isinstance(module, (RotaryTable, RotaryFrequencies)):
+            module.fill()
+        elif isinstance(module, (nn.Linear, nn.Conv1d)):
+            module.weight.normal_(0.0, std)
+            if module.bias is not None:
+                module.bias.zero_()
+        elif isinstance(module, nn.Embedding):
+            module.weight.normal_(0.0, std)
+            if module.padding_idx is not None:
+                module.weight[module.padding_idx].zero_()
+        elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+            for parameter, value in ((module._parameters["weight"], 1.0), (module._parameters.get("bias"), 0.0)):
+                if parameter is not None:  # neither need be there
+                    parameter.fill_(value)
+        else:  # the decoder bias's second name
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    parameter.zero_()
 
     def post_init(self) -> None:
-        """What a subclass calls at the end of its __init__: initialises and ties all weights."""
+        """What a subclass calls at the end of its __init__: initialises what it has added, and ties weights."""
         self.init_weights()
 
     def initialize_weights(self) -> None:
@@ -40,6 +75,9 @@ class TheirMethods(CheckpointMixin):
 
     def _init_weights(self, module: nn.Module) -> None:
         self._init_leaf(module)
+
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        """What the post_init of a model around this one calls for each module in it: all have their weights."""
 
     @classmethod
     def _from_config(cls, config: Any, **options: Any) -> Any:
