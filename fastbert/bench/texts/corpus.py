@@ -24,6 +24,7 @@ def run(settings: TextSettings, say: Say) -> dict[str, Any]:
             "contestants": list(settings.contestants),
             "rounds": settings.rounds,
             "restarts": settings.restarts,
+            "sorted_by": "tokens",
             **size,
             "rows": [],
         }
