@@ -196,9 +196,8 @@ class TextModel(HasModel):
 
     def _with_types(self, inputs: Sequence[Text]) -> bool:
         """Whether the model is told the types of these inputs' tokens. Those of texts are all 0, as without them."""
-        return self.has_types or (
-            any(isinstance(one, tuple) for one in inputs) and self.model.base_model.table_sizes().has_types
-        )
+        gives_types = self.settings.transformer.gives_types and self.model.base_model.table_sizes().has_types
+        return self.has_types or (gives_types and any(isinstance(one, tuple) for one in inputs))
 
     def compute(self, batch: PackedInputs, options: InferenceOptions) -> torch.Tensor:
         """The rows of one batch, (sequences, width), on the model's device."""
