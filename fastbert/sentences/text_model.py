@@ -196,8 +196,9 @@ class TextModel(HasModel):
 
     def _with_types(self, inputs: Sequence[Text]) -> bool:
         """Whether the model is told the types of these inputs' tokens. Those of texts are all 0, as without them."""
-        gives_types = self.settings.transformer.gives_types and self.model.base_model.table_sizes().has_types
-        return self.has_types or (gives_types and any(isinstance(one, tuple) for one in inputs))
+        if self.has_types or not any(isinstance(one, tuple) for one in inputs):
+            return self.has_types
+        return self.settings.transformer.gives_types and self.model.base_model.table_sizes().has_types
 
     def compute(self, batch: PackedInputs, options: InferenceOptions) -> torch.Tensor:
         """The rows of one batch, (sequences, width), on the model's device."""
