@@ -67,7 +67,9 @@ def make_batch(
     ids = torch.randint(config.vocab_size, (batch_size, seqlen), generator=generator)
     ids = ids if pattern == "holes" else ids.where(real, config.pad_token_id)
     if "mask_token_id" in config.own:  # transformers' ESM counts those, too, that a mask leaves out
-        ids = ids.where(real | (ids != config.mask_token_id), config.pad_token_id)
+        masks = ids == config.mask_token_id
+        only_masks = (masks | ~real).all(1, keepdim=True)  # a length of 0, by which it divides: NaN
+        ids = ids.where(~masks | (real & ~only_masks), config.pad_token_id)
     positions = torch.arange(seqlen).expand(batch_size, -1)
     if config.family.positions_from_ids and config.embeddings.position is not None:
         counted = (ids != config.pad_token_id).long()
