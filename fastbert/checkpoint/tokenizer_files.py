@@ -66,14 +66,16 @@ def _named(folder: Path) -> list[tuple[str, NewVocabulary | None]]:
     return [(name, None if family is None else family.vocabulary) for name, family in found]
 
 
-def gives_types(folder: Path) -> bool:
+def gives_types(folder: Path, default: NewVocabulary | None = None) -> bool:
     """Whether transformers' tokenizer of a folder tells a model which token is of which text.
 
-    Its settings say so (model_input_names), or else its class does, or the model_type's. Raises CheckpointError.
+    Its settings say so (model_input_names), or else its class does, or the model_type's. Where its files name neither,
+    `default` does, of the model that they are to go with. Raises CheckpointError.
     """
     names = tokenizer_settings(folder).get("model_input_names")
     if names is None:
-        return any(form is not None and form.gives_types for _, form in _named(folder)[:1])
+        named = [form for _, form in _named(folder)[:1]] or [default]
+        return named[0] is not None and named[0].gives_types
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise CheckpointError(
             f"{folder / SETTINGS}: model_input_names is {reprlib.repr(names)}; it must be a list of texts"

@@ -21,7 +21,14 @@ from tokenizers import (
     trainers,
 )
 
-from fastbert.checkpoint.tokenizer_files import SETTINGS, copy_tokenizer, files_of, form_of, tokenizer_settings
+from fastbert.checkpoint.tokenizer_files import (
+    SETTINGS,
+    copy_tokenizer,
+    files_of,
+    form_of,
+    gives_types,
+    tokenizer_settings,
+)
 from fastbert.data.bare_tokenizer import put_around
 from fastbert.data.sources import Source, check_columns, check_texts, import_datasets, load_source
 from fastbert.data.tokenization import load_tokenizer
@@ -51,6 +58,13 @@ class Vocabulary:
     def size(self) -> int:
         """One more than the largest id."""
         return max(self.tokenizer.get_vocab().values()) + 1
+
+    @property
+    def gives_types(self) -> bool:
+        """Whether a model beside its files is told, by transformers' tokenizer, which token is of which text."""
+        if self.folder is None:
+            return "token_type_ids" in self.settings.get("model_input_names", ("token_type_ids",))
+        return gives_types(self.folder, self.form)
 
     def id_of(self, role: str) -> int | None:
         """Of a special token: "cls", "pad", ... None: there is none."""

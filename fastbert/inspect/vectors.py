@@ -47,11 +47,13 @@ def tokens_of_word(encoding: Encoding, start: int, end: int) -> list[int]:
 
     Raises InputError: no token does, since the text was cut, or the tokenizer leaves these characters out.
     """
-    found = [
-        i
-        for i, (first, last) in enumerate(encoding.offsets)
-        if encoding.sequence_ids[i] == 0 and first < end and last > start and last > first
-    ]
+
+    def stands_for_it(first: int, last: int) -> bool:
+        # Byte-level tokenizers count the blank that they put before a word as the word's first character, and leave it
+        # out: a word of one character gets an empty span, right behind it.
+        return start < first <= end if first == last else first < end and last > start
+
+    found = [i for i, at in enumerate(encoding.offsets) if encoding.sequence_ids[i] == 0 and stands_for_it(*at)]
     if not found:
         raise InputError(f"no token stands for the characters {start} to {end} of the text: it may have been cut")
     return found

@@ -8,9 +8,9 @@ from family_configs import config_for, make_config
 from full import left_to_full
 from hf import MODELS, make_hf, make_ours, make_trio
 from seeds import torch_generator
-from tokenizers import Tokenizer
-from tokenizers.models import WordPiece
-from tokenizers.pre_tokenizers import BertPreTokenizer
+from tokenizers import Tokenizer, pre_tokenizers, processors
+from tokenizers.models import BPE, WordPiece
+from tokenizers.pre_tokenizers import BertPreTokenizer, ByteLevel, Whitespace
 
 import fastbert
 from fastbert import inspect
@@ -102,6 +102,19 @@ def test_a_words_tokens_and_its_vector():
     states = [torch.arange(20.0).view(2, 5, 2), torch.ones(2, 3, 2)]
     found = inspect.word_vectors(states, [[1, 2, 3], [0]])
     assert found.tolist() == [[[4.0, 5.0], [1.0, 1.0]], [[14.0, 15.0], [1.0, 1.0]]]
+
+
+def test_a_word_of_one_character_behind_a_blank_that_the_tokenizer_adds():
+    """ByteLevel's span of it is empty: there was no token of it."""
+    pieces = {piece: i for i, piece in enumerate(("\u0120", "a", "b", "c", "\u0120a"))}
+    tokenizer = Tokenizer(BPE(pieces, [("\u0120", "a")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([Whitespace(), ByteLevel(add_prefix_space=True)])
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    encoding = tokenizer.encode("a bc a")
+    assert encoding.tokens == ["\u0120a", "\u0120", "b", "c", "\u0120a"]
+    assert [inspect.tokens_of_word(encoding, *at) for at in ((0, 1), (2, 4), (5, 6))] == [[0], [1, 2, 3], [4]]
+    with pytest.raises(InputError, match="no token stands for the characters 4 to 5"):
+        inspect.tokens_of_word(encoding, 4, 5)
 
 
 def test_neighbours_cosines_and_components():

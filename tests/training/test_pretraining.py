@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -70,6 +71,20 @@ def test_masked_tokens_are_learnt(text, tmp_path, capsys):
     assert capsys.readouterr().out.count("%") == 3
     again = make_task(options(text, model=str(tmp_path / "saved")))
     assert evaluated(again) == pytest.approx(after)
+
+
+def test_pairs_have_token_types_where_the_tokenizer_gives_them(text, tmp_path):
+    """As transformers' tokenizer of what is saved will: not where model_input_names leaves them out."""
+    given = {"objective": "mlm+nsp", "family": "bert", "steps": 2}
+    task = make_task(options(text, vocab_kind="wordpiece", **given))
+    task.save(task.model, tmp_path)
+    assert "token_type_ids" in transformers.AutoTokenizer.from_pretrained(tmp_path)("ba", "be")
+    assert set(batch_of(task)["token_type_ids"].tolist()) == {0, 1}
+    path = tmp_path / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"model_input_names": ["input_ids", "attention_mask"]}
+    path.write_text(json.dumps(settings))
+    assert "token_type_ids" not in transformers.AutoTokenizer.from_pretrained(tmp_path)("ba", "be")
+    assert "token_type_ids" not in batch_of(make_task(options(text, tokenizer=str(tmp_path), **given)))
 
 
 @pytest.mark.parametrize(("objective", "family"), [("mlm+nsp", "bert"), ("mlm+sop", "albert"), ("mlm+sop", "")])

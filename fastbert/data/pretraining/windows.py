@@ -58,7 +58,8 @@ class CorpusPairs:
     the wrong order, and have the label 1 (Lan et al. 2019, section 3.1). A and B are whole segments where a window has
     two of them, else parts of segments. Either way a label cannot be told from which ends are ends of segments.
 
-    The arguments are those of `CorpusWindows`; `label` is the labels' name, where it is not that of the kind of pairs.
+    The arguments are those of `CorpusWindows`; types say of which of the two a token is. `label` is the labels' name,
+    where it is not that of the kind of pairs.
     Raises InputError, too: "nsp" of a corpus of one document, or no window of two tokens.
     """
 
@@ -72,6 +73,7 @@ class CorpusPairs:
         seed: int,
         epoch: int,
         label: str | None = None,
+        with_types: bool = True,
     ):
         if pairs not in _LABELS:
             raise InputError(f"pairs is {pairs!r}; it must be one of {', '.join(_LABELS)}")
@@ -81,6 +83,7 @@ class CorpusPairs:
                 " lines, or leave nsp out"
             )
         self.corpus, self.template, self.label = corpus, Template.of(tokenizer, 2), label or _LABELS[pairs]
+        self.with_types = with_types
         starts, stops = cut_windows(corpus, _room(max_length, self.template), seed, epoch)
         starts, stops = starts[stops - starts > 1], stops[stops - starts > 1]
         keys = example_keys(seed, epoch, range(len(starts)))
@@ -108,7 +111,8 @@ class CorpusPairs:
     def __getitem__(self, i: int) -> dict[str, Any]:
         tokens = self.corpus.tokens
         ids, types = self.template.around(*(tokens[start:stop] for start, stop in (self.a[i], self.b[i])))
-        return {"input_ids": ids, "token_type_ids": types, self.label: int(self.labels[i])}
+        told = {"token_type_ids": types} if self.with_types else {}
+        return {"input_ids": ids, **told, self.label: int(self.labels[i])}
 
 
 def _room(max_length: int, template: Template) -> int:

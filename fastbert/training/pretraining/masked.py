@@ -106,7 +106,11 @@ class PairedLM(MaskedLM):
         self.pairs, self.label = pairs, self.model.head_form.pair_label
 
     def cut(self, corpus: Corpus, max_length: int, seed: int, epoch: int) -> CorpusPairs:
-        return CorpusPairs(corpus, self.tokenizer, max_length, self.pairs, seed=seed, epoch=epoch, label=self.label)
+        # What uses the model later gives it token types where the tokenizer's files say so.
+        told = self.vocabulary.gives_types
+        return CorpusPairs(
+            corpus, self.tokenizer, max_length, self.pairs, seed=seed, epoch=epoch, label=self.label, with_types=told
+        )
 
     @staticmethod
     def counts(batch: PackedInputs) -> list[int]:
