@@ -66,7 +66,7 @@ def make_batch(
     real = torch.ones(batch_size, seqlen, dtype=torch.bool) if mask is None else mask.bool()
     ids = torch.randint(config.vocab_size, (batch_size, seqlen), generator=generator)
     ids = ids if pattern == "holes" else ids.where(real, config.pad_token_id)
-    if "mask_token_id" in config.own:  # transformers' ESM counts those, too, that a mask leaves out
+    if config.own.get("mask_token_id") is not None:  # transformers' ESM counts those, too, that a mask leaves out
         masks = ids == config.mask_token_id
         only_masks = (masks | ~real).all(1, keepdim=True)  # a length of 0, by which it divides: NaN
         ids = ids.where(~masks | (real & ~only_masks), config.pad_token_id)
