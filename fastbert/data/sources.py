@@ -30,7 +30,7 @@ _READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".json": ("json", {}),
     ".jsonl": ("json", {}),
     ".csv": ("csv", _CSV),
-    ".tsv": ("csv", {**_CSV, "sep": "\t", "quoting": 3}),  # as GLUE's files are: a quotation mark is a character
+    ".tsv": ("csv", {**_CSV, "quoting": 3}),  # as GLUE's files are: a quotation mark is a character
     ".parquet": ("parquet", {}),
 }
 _MENDED = re.compile(r".+\.\d+")  # what pandas calls the second column of one name
@@ -53,7 +53,8 @@ def load_source(source: Source, split: str = "train") -> Dataset:
 
     Args:
         source: a path or paths of .txt, .jsonl, .csv, .tsv or .parquet files, compressed or not (the fields of .csv and
-            .tsv are texts, as they are written, and empty ones None); a `datasets.Dataset`;
+            .tsv are texts, as they are written, and empty ones None; the header of a .csv says what is between them);
+            a `datasets.Dataset`;
             or the name of a data set on the hub, with a configuration behind a colon ("glue:sst2").
         split: which part of a data set on the hub; "validation" is "test" where there is none.
 
@@ -78,11 +79,13 @@ def load_source(source: Source, split: str = "train") -> Dataset:
     kinds = {kind_of(path) for path in paths}
     if None in kinds or len(kinds) > 1:
         raise InputError(f"{', '.join(paths)}: files of one kind are needed: {', '.join(_READERS)}, compressed or not")
-    reader, options = _READERS[str(kinds.pop())]
+    kind = str(kinds.pop())
+    reader, options = _READERS[kind]
     # Not load_dataset, which first tells the hub that its reader is used, and offline waits for its name each time.
     read = getattr(datasets.Dataset, f"from_{reader}")
     try:
         if reader == "csv":
+            options = {**options, "sep": _delimiter(paths, kind)}
             options = {**options, "features": _texts_alone(paths, options)}
         found = read(paths, **options)
         if reader == "json":
@@ -101,6 +104,23 @@ def kind_of(path: str) -> str | None:
     name = Path(path)
     suffix = (name.with_suffix("") if name.suffix.lower() in _COMPRESSED else name).suffix.lower()
     return suffix if suffix in _READERS else None
+
+
+def _delimiter(paths: Sequence[str], kind: str) -> str:
+    """What is between the fields, by the headers. Raises InputError: it is not clear, or not the same in all files."""
+    import fsspec  # which `datasets` opens files with: compressed ones, too
+
+    found: dict[str, str] = {}
+    for path in paths:
+        with fsspec.open(path, "rt", compression="infer", encoding="utf-8-sig") as file:
+            try:
+                found.setdefault(text_files.delimiter_of(Path(path), file, is_tsv=kind == ".tsv"), path)
+            except TextFileError as error:
+                raise InputError(str(error)) from None
+    if len(found) > 1:
+        (one, first), (other, second), *_ = found.items()
+        raise InputError(f"{first} has {one!r} between its fields, and {second} has {other!r}: make them alike")
+    return next(iter(found))
 
 
 def _texts_alone(paths: Sequence[str], options: dict[str, Any]) -> Any:

@@ -7,10 +7,11 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 import sys
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +22,7 @@ STDIN = Path("-")
 MAX_LINE_BYTES = 16 << 20  # a longer line is taken for a binary file, and never read into memory
 _DIGITS = 100  # of a number in JSON that are read
 _OTHER_DELIMITERS = ";\t|"  # of what spreadsheets write into a .csv
+_QUOTED = re.compile(r'(?:^|(?<=[,;\t|]))"(?:[^"]|"")*(?:"|$)')  # a whole field: a mark inside of one is doubled
 _USUAL_COLUMNS = ("text", "sentence")
 
 Choose = Callable[[list[str]], Sequence[str]]  # of the names of all columns those that are read
@@ -278,35 +280,41 @@ def _values_of(entry: Any, columns: tuple[str, ...] | None, where: str) -> tuple
 
 def _read_csv(path: Path, columns: tuple[str, ...] | None, choose: Choose, bad: Bad) -> Iterator[tuple[str, tuple]]:
     # strict: a stray quote would otherwise swallow the lines up to the next one.
-    yield from _read_table(path, columns, choose, bad, delimiter=_delimiter_of(path), strict=True)
+    sign = delimiter_of(path, lines_of(path), is_tsv=False)
+    yield from _read_table(path, columns, choose, bad, delimiter=sign, strict=True)
 
 
 def _read_tsv(path: Path, columns: tuple[str, ...] | None, choose: Choose, bad: Bad) -> Iterator[tuple[str, tuple]]:
-    first = _first_line(path)
-    if "\t" not in first and ("," in first or ";" in first):
-        raise TextFileError(f"{path}: the first line has no tab: {_shown(first)}; is this a .csv?")
-    yield from _read_table(path, columns, choose, bad, delimiter="\t", quoting=csv.QUOTE_NONE)
+    sign = delimiter_of(path, lines_of(path), is_tsv=True)
+    yield from _read_table(path, columns, choose, bad, delimiter=sign, quoting=csv.QUOTE_NONE)
 
 
-def _delimiter_of(path: Path) -> str:
-    """What is between the fields of a .csv, by its first line."""
-    first = _first_line(path)
-    found = [sign for sign in _OTHER_DELIMITERS if sign in first]
-    if "," in first or not found:
+def delimiter_of(path: Path, lines: Iterable[str], *, is_tsv: bool) -> str:
+    """What is between the fields of a .csv or a .tsv, by its header, which is the first of its lines that is not blank.
+    What stands in the quotation marks of a .csv is a name.
+
+    Raises TextFileError: it is not clear, or a .tsv has no tabs, and what may be there instead.
+    """
+    header = next((line for line in lines if line.strip()), "").rstrip("\r\n")
+    outside = header if is_tsv else _QUOTED.sub("", header)
+    found = [sign for sign in _OTHER_DELIMITERS if sign in outside]
+    if is_tsv:
+        if "\t" not in found and ("," in header or found):
+            raise TextFileError(f"{path}: the first line has no tab: {_shown(header)}; is this a .csv?")
+        return "\t"
+    if "," in outside or not found:
         return ","
     if len(found) > 1:
-        raise TextFileError(f"{path}: what is between the fields of the first line? {_shown(first)}: write commas")
+        raise TextFileError(f"{path}: what is between the fields of the first line? {_shown(header)}: write commas")
     return found[0]
-
-
-def _first_line(path: Path) -> str:
-    return next((line for line in lines_of(path) if line.strip()), "").rstrip("\r\n")
 
 
 def _read_table(
     path: Path, columns: tuple[str, ...] | None, choose: Choose, bad: Bad, **dialect: Any
 ) -> Iterator[tuple[str, tuple]]:
     csv.field_size_limit(MAX_LINE_BYTES)
+    sign = dialect["delimiter"]  # a column by itself whose name has one is to be in quotation marks
+    between = f", by the {sign!r} in it" if sign in ";|" else ""
     header: list[str] | None = None
 
     def bad_row(error: TextFileError) -> None:
@@ -333,7 +341,7 @@ def _read_table(
                 raise TextFileError(f"{path}, line {lines.number}: two columns are called {doubled!r}")
             places = [header.index(name) for name in picked]
         elif len(row) != len(header):
-            what = f"{len(row)} fields, but {len(header)} in the header"
+            what = f"{len(row)} fields, but {len(header)} in the header{between}"
             bad_row(TextFileError(f"{path}, line {lines.number}: {what}"))
         else:
             yield f"line {lines.number}", tuple(row[place] for place in places)

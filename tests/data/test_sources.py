@@ -9,6 +9,7 @@ import socket
 import pytest
 
 from fastbert.data.sources import load_source
+from fastbert.errors import InputError
 
 ROWS = [{"text": "one", "label": 1}, {"text": "two", "label": 0}]
 LINES = {
@@ -44,3 +45,31 @@ def test_nobody_is_asked_about_a_file(name, tmp_path, monkeypatch):
         wanted = [{**row, "label": str(row["label"])} for row in ROWS]
     assert load_source(paths).to_list() == wanted * len(paths)
     assert not asked
+
+
+@pytest.mark.parametrize("sign", (",", ";", "\t", "|"))
+def test_the_delimiter_of_a_csv_is_found(sign, tmp_path):
+    path = tmp_path / "a.csv.gz"
+    path.write_bytes(gzip.compress(f'\ufeff"text"{sign}id\n"a{sign} cat"{sign}1\nthe dog{sign}2\n'.encode()))
+    assert load_source(path).to_list() == [{"text": f"a{sign} cat", "id": "1"}, {"text": "the dog", "id": "2"}]
+
+
+def test_a_column_by_itself_may_hold_any_sign(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('"text; as it was"\na cat; a dog\n"one, two"\n')
+    assert load_source(path)["text; as it was"][:] == ["a cat; a dog", "one, two"]
+
+
+@pytest.mark.parametrize("header", ("text,id", "text;id", "text|id"))
+def test_a_tsv_without_tabs(header, tmp_path):
+    path = tmp_path / "a.tsv"
+    path.write_text(f"{header}\na cat\n")
+    with pytest.raises(InputError, match="the first line has no tab: .* is this a .csv"):
+        load_source(path)
+
+
+def test_files_of_several_delimiters(tmp_path):
+    for name, sign in (("a.csv", ","), ("b.csv", ";")):
+        (tmp_path / name).write_text(f"text{sign}id\na cat{sign}1\n")
+    with pytest.raises(InputError, match="a.csv has ',' between its fields, and .*b.csv has ';': make them alike"):
+        load_source([tmp_path / "a.csv", tmp_path / "b.csv"])

@@ -21,8 +21,20 @@ def test_the_delimiter_of_a_csv_is_found(sign, tmp_path):
 
 def test_a_column_by_itself_may_hold_any_sign(tmp_path):
     path = tmp_path / "a.csv"
-    path.write_text('text\na cat; a dog\nthe | dog\n"one, two"\n')
-    assert list(read_texts(path)) == ["a cat; a dog", "the | dog", "one, two"]
+    for header in ("text", '"text; as it was | written"', '"the ""text; as"" it was"'):
+        path.write_text(f'{header}\na cat; a dog\nthe | dog\n"one, two"\n')
+        assert list(read_texts(path)) == ["a cat; a dog", "the | dog", "one, two"]
+    path.write_text("a text; as it was\na cat\n")
+    with pytest.raises(TextFileError, match="line 2: 1 fields, but 2 in the header, by the ';' in it"):
+        list(read_texts(path, "a text"))
+
+
+def test_a_name_of_a_column_may_hold_any_sign(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('"a text, as it was";id\na cat, a dog;1\n')
+    assert list(read_texts(path, "a text, as it was")) == ["a cat, a dog"]
+    path.write_text('te"xt;id\na cat, a dog;1\n')
+    assert list(read_texts(path, 'te"xt')) == ["a cat, a dog"]
 
 
 @pytest.mark.parametrize(
@@ -31,6 +43,7 @@ def test_a_column_by_itself_may_hold_any_sign(tmp_path):
         ("a.csv", "text;id|lang", "what is between the fields of the first line"),
         ("a.tsv", "text,id", "the first line has no tab: .* is this a .csv"),
         ("a.tsv", "text;id", "the first line has no tab: .* is this a .csv"),
+        ("a.tsv", "text|id", "the first line has no tab: .* is this a .csv"),
     ),
 )
 def test_a_delimiter_that_is_not_clear(name, line, message, tmp_path):
