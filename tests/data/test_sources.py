@@ -64,12 +64,12 @@ def test_a_column_by_itself_may_hold_any_sign(tmp_path):
 def test_a_tsv_without_tabs(header, tmp_path):
     path = tmp_path / "a.tsv"
     path.write_text(f"{header}\na cat\n")
-    with pytest.raises(InputError, match="the first line has no tab: .* is this a .csv"):
+    with pytest.raises(InputError, match=r"the first line has no tab: .* is this a .csv"):
         load_source(path)
 
 
 def test_files_of_several_delimiters(tmp_path):
     for name, sign in (("a.csv", ","), ("b.csv", ";")):
         (tmp_path / name).write_text(f"text{sign}id\na cat{sign}1\n")
-    with pytest.raises(InputError, match="a.csv has ',' between its fields, and .*b.csv has ';': make them alike"):
+    with pytest.raises(InputError, match=r"a.csv has ',' between its fields, and .*b.csv has ';': make them alike"):
         load_source([tmp_path / "a.csv", tmp_path / "b.csv"])
