@@ -28,6 +28,8 @@ class UsageError(ValueError):
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, and which names the option that was probably meant."""
 
+    model: argparse.Action | None = None  # MODEL, for which --model may stand
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (`{self.prog} --help` explains)")
 
@@ -40,6 +42,9 @@ class Parser(argparse.ArgumentParser):
         own = [word.partition("=")[0] for word in words[: words.index("--") if "--" in words else None]]
         if self._subparsers is None:
             self._refuse([word for word in own if word[:2] == "--" and not self._options_of(word)])
+        if self.model is not None and any(word[:2] == "--" and self._options_of(word) == ["--model"] for word in own):
+            # An optional MODEL would not do: argparse gives `MODEL --device cpu FILE` none, and takes MODEL for FILE.
+            self._remove_action(self.model)
         found, unknown = super().parse_known_args(args, namespace)
         self._refuse(unknown)
         return found, unknown
@@ -54,6 +59,8 @@ class Parser(argparse.ArgumentParser):
         names = [name for name in self._option_string_actions if name.startswith("--")]
         meant = [near for word in unknown if (near := did_you_mean(word.partition("=")[0], names))]
         hint = f"; did you mean {', '.join(meant)}?" if meant else ""
+        if self.model is not None and self.model not in self._actions:
+            hint = "; MODEL is given by --model: name it once"
         self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
 
@@ -71,6 +78,16 @@ def add_command(
     )
     parser.set_defaults(run=run)
     return parser
+
+
+def add_model(parser: Parser, what: str = A_MODEL, *, several: bool = False) -> None:
+    """MODEL, or --model in its place, of a command that works on a model: `options.model`; `models`, of several."""
+    name, count = ("models", "+") if several else ("model", None)
+    parser.model = parser.add_argument(name, metavar="MODEL", nargs=count, help=what)
+    parser.add_argument(
+        "--model", metavar="M", dest=name, nargs=count, action="extend" if several else "store",
+        default=argparse.SUPPRESS, help="the same, in place of MODEL",
+    )  # fmt: skip
 
 
 def add_model_option(parser: Parser) -> None:

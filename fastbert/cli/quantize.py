@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastbert.cli.parser import A_MODEL, UsageError, add_command
+from fastbert.cli.parser import UsageError, add_command, add_model
 from fastbert.cli.stopping import raise_if_stopped, say
 from fastbert.data.text_files import TEXT_KINDS, read_texts
 
@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
         """,
         "fastbert quantize all-MiniLM-L6-v2 ./minilm-int8 --report reviews.txt --keep '*.layer.0.*'",
     )  # fmt: skip
-    parser.add_argument("model", metavar="MODEL", help=A_MODEL)
+    add_model(parser)
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="the folder to write")
     parser.add_argument(
         "--keep", metavar="NAME", action="append", default=[], help="a layer that stays as it is; may be repeated"

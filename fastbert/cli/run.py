@@ -51,7 +51,8 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="fastbert",
         description="Runs BERT encoders: turns texts into vectors, searches, ranks and classifies them.",
-        epilog=f"`fastbert COMMAND --help` explains a command and gives an example. MODEL is {A_MODEL}.",
+        epilog=f"`fastbert COMMAND --help` explains a command and gives an example. MODEL is {A_MODEL};"
+        " --model M stands for it in every command.",
     )
     parser.add_argument("-V", "--version", action="version", version=f"fastbert {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")

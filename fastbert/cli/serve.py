@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Any
 
-from fastbert.cli.parser import A_MODEL, UsageError, add_command, positive
+from fastbert.cli.parser import UsageError, add_command, add_model, positive
 from fastbert.cli.stopping import raise_if_stopped, say
 from fastbert.messages import install
 
@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
         "fastbert serve all-MiniLM-L6-v2\n"
         "  curl localhost:8080/embed -H 'content-type: application/json' -d '{\"inputs\": \"a text\"}'",
     )  # fmt: skip
-    parser.add_argument("model", metavar="MODEL", help=A_MODEL)
+    add_model(parser)
     parser.add_argument("--host", default=LOCAL, help=f"the address to listen at (default {LOCAL}: this machine only)")
     parser.add_argument("--port", type=port, default=PORT, help=f"default {PORT}; 0 takes a free one")
     parser.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (default: MODEL)")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastbert.cli.parser import A_MODEL, UsageError, add_command, positive
+from fastbert.cli.parser import A_MODEL, UsageError, add_command, add_model, positive
 from fastbert.cli.stopping import USER_ERROR, raise_if_stopped, say
 from fastbert.data.text_files import TEXT_KINDS, read_texts
 
@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
         """,
         "fastbert compare bert-base distilbert-base modernbert-base --output comparison",
     )  # fmt: skip
-    parser.add_argument("models", metavar="MODEL", nargs="+", help=f"a shape, a config.json, {A_MODEL}")
+    add_model(parser, f"a shape, a config.json, {A_MODEL}", several=True)
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="to compute in (default float32)")
     mix = parser.add_mutually_exclusive_group()
     mix.add_argument("--workload", metavar="W", default="32-ragged", help="8x128, 4x512, ...; default 32-ragged")

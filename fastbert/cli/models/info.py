@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastbert.cli.parser import A_MODEL, add_command
+from fastbert.cli.parser import A_MODEL, add_command, add_model
 from fastbert.cli.stopping import raise_if_stopped
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
         "Shows the size of a model, its cost per token and its memory. Reads only its config.json, no weights.",
         "fastbert info all-MiniLM-L6-v2",
     )  # fmt: skip
-    parser.add_argument("model", metavar="MODEL", help=f"a config.json, {A_MODEL}")
+    add_model(parser, f"a config.json, {A_MODEL}")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastbert.cli.outputs import STDOUT, check_output
-from fastbert.cli.parser import A_MODEL, UsageError, add_command, short
+from fastbert.cli.parser import UsageError, add_command, add_model, short
 from fastbert.cli.stopping import raise_if_stopped, say
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def add(commands: Any) -> None:
         """,
         'fastbert inspect all-MiniLM-L6-v2 "He sat on the bank of the river." --output bank.html',
     )  # fmt: skip
-    parser.add_argument("model", metavar="MODEL", help=A_MODEL)
+    add_model(parser)
     parser.add_argument("text", metavar="TEXT", nargs="+", help="one text, or two")
     parser.add_argument(
         "--layers", metavar="N", type=int, nargs="+", help="which, from 0, below 0 from the end; else all"
@@ -48,6 +49,8 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"{len(options.text)} texts are given; one or two are compared (put each in quotes)")
     if any(not text.strip() for text in options.text):
         raise UsageError("a text is empty")
+    if twice := next(filter(_is_model, options.text), None):
+        raise UsageError(f"TEXT is the model {twice}, and MODEL is {options.model}: name one, by MODEL or by --model")
     if options.output == STDOUT:
         raise UsageError("--output -: pages, arrays and pictures go into a file")
     if options.output is not None:
@@ -99,6 +102,15 @@ def run(options: argparse.Namespace) -> int:
         _page(options.model, model.model.config, titles, tokens, maps, close, decided).write(options.output)
     say(f"{len(maps.layers)} layers, {len(maps.heads)} heads -> {options.output}")
     return 0
+
+
+def _is_model(text: str) -> bool:
+    """As far as is known without a network."""
+    from fastbert.hub import PACKAGED_MODELS
+
+    return text in PACKAGED_MODELS or any(
+        os.path.isfile(os.path.join(text, name)) for name in ("config.json", "modules.json")
+    )
 
 
 def _lines(text: str, tokens: list[str], maps: inspect.AttentionMaps, measured: Any) -> list[str]:

@@ -10,10 +10,10 @@ from typing import Any
 from fastbert.cli.loading import load_to_run
 from fastbert.cli.outputs import NESTED_ROW_KINDS, STDOUT, check_output, open_rows
 from fastbert.cli.parser import (
-    A_MODEL,
     AGGREGATES,
     UsageError,
     add_command,
+    add_model,
     add_running_options,
     add_windows_option,
     windows_of,
@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
         """,
         "fastbert predict ./my-model reviews.csv --output labels.jsonl",
     )  # fmt: skip
-    parser.add_argument("model", metavar="MODEL", help=A_MODEL.replace(", or all-MiniLM-L6-v2", ""))
+    add_model(parser, "a folder, or a hub id")
     parser.add_argument(
         "file", metavar="FILE", type=Path,
         help=f"{TEXT_KINDS}, or - for standard input; a SQuAD .json of questions, or a .conll of words, too",
