@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fastbert.data.tokenized import Text
 from fastbert.sentences.batches import check_iterable, check_pair, check_text, check_texts, takes_sentences
 from fastbert.sentences.loading import LoadArguments
@@ -49,7 +51,7 @@ class TextClassifier(SequenceScorer):
         batch_tokens: int | None = None,
         windows: Windows | None = None,
         aggregate: Aggregate | None = None,
-    ) -> Any:
+    ) -> np.ndarray:
         """The probabilities of the labels: (num_labels,) for one text, (inputs, num_labels) for a list.
 
         They come from a softmax; from a sigmoid for one label, or several at once (`problem_type`); a regression's

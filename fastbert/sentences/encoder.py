@@ -23,10 +23,11 @@ from fastbert.layers.leaves import is_plain
 from fastbert.models.auto import load_encoder
 from fastbert.models.base import EncoderModel, PreTrainedModel
 from fastbert.packed_inputs import PackedInputs
-from fastbert.sentences.batches import bar_of, check_listed, check_texts, in_chunks, progress_bar, takes_sentences
+from fastbert.sentences.batches import bar_of, check_listed, check_texts, in_chunks, progress_bar
 from fastbert.sentences.loading import LoadArguments, open_folder
 from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.pooling import pool as pool_tokens
+from fastbert.sentences.signatures import encodes
 from fastbert.sentences.similarity import PRECISIONS, HasDimensions, HasSimilarity, Precision, Similarity, in_precision
 from fastbert.sentences.text_model import Devices, InferenceOptions, TextModel, inference_options
 
@@ -123,7 +124,7 @@ class SentenceEncoder(TextModel, HasSimilarity, HasDimensions):
 
         return as_sentence_transformer(self)
 
-    @takes_sentences
+    @encodes
     def encode(
         self,
         inputs: str | Iterable[Text],
@@ -225,12 +226,12 @@ class SentenceEncoder(TextModel, HasSimilarity, HasDimensions):
             return rows_on_host[0] if one else rows_on_host
         return vectors[0] if one else list(vectors)
 
-    @takes_sentences
+    @encodes
     def encode_query(self, inputs: str | Iterable[str], **options: Any) -> Any:
         """`encode` with the model's prompt for queries, if it has one and no other is asked for."""
         return self.encode(inputs, **self._of_task("query", options))
 
-    @takes_sentences
+    @encodes
     def encode_document(self, inputs: str | Iterable[str], **options: Any) -> Any:
         """`encode` with the model's prompt for documents, if it has one and no other is asked for."""
         return self.encode(inputs, **self._of_task("document", options))

@@ -14,10 +14,11 @@ from torch import nn
 from fastbert.data.sentence_folder import FolderSettings
 from fastbert.errors import ConfigError, InputError
 from fastbert.models.base import PreTrainedModel
-from fastbert.sentences.batches import check_listed, takes_sentences
+from fastbert.sentences.batches import check_listed
 from fastbert.sentences.loading import LoadArguments
 from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.scorer import SequenceScorer, check_pairs
+from fastbert.sentences.signatures import scores_pairs
 from fastbert.sentences.text_model import Aggregate, Devices, InferenceOptions
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Reranker(SequenceScorer):
     def max_length(self, length: int) -> None:
         self.max_seq_length = length
 
-    @takes_sentences
+    @scores_pairs
     def predict(
         self,
         inputs: Iterable[Sequence[str]] | Sequence[str],

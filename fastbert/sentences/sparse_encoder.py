@@ -18,9 +18,10 @@ from fastbert.models.auto import AutoModelForMaskedLM
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.masked_lm import MaskedLMHeadModel
 from fastbert.packed_inputs import PackedInputs
-from fastbert.sentences.batches import check_texts, longest_first, takes_sentences
+from fastbert.sentences.batches import check_texts, longest_first
 from fastbert.sentences.loading import LoadArguments, open_folder
 from fastbert.sentences.pool import ProcessPool
+from fastbert.sentences.signatures import encodes_sparse
 from fastbert.sentences.similarity import HasSimilarity, Similarity
 from fastbert.sentences.text_model import Devices, InferenceOptions, TextModel
 
@@ -103,7 +104,7 @@ class SparseEncoder(TextModel, HasSimilarity):
 
     get_sentence_embedding_dimension = get_embedding_dimension  # what releases before 6 called it
 
-    @takes_sentences
+    @encodes_sparse
     def encode(
         self,
         inputs: str | Iterable[str],
@@ -152,12 +153,12 @@ class SparseEncoder(TextModel, HasSimilarity):
             return vectors[0]
         return vectors if convert_to_tensor else list(vectors)
 
-    @takes_sentences
+    @encodes_sparse
     def encode_query(self, inputs: str | Iterable[str], **options: Any) -> Any:
         """`encode` with the model's prompt for queries, if it has one and no other is asked for."""
         return self.encode(inputs, **self._of_task("query", options))
 
-    @takes_sentences
+    @encodes_sparse
     def encode_document(self, inputs: str | Iterable[str], **options: Any) -> Any:
         """`encode` with the model's prompt for documents, if it has one and no other is asked for."""
         return self.encode(inputs, **self._of_task("document", options))
@@ -186,7 +187,7 @@ class SparseEncoder(TextModel, HasSimilarity):
         where = b.indices()[:, kept]
         return torch.sparse_coo_tensor(where, values[kept], b.shape, is_coalesced=True, check_invariants=False)
 
-    def decode(self, embeddings: torch.Tensor, top_k: int | None = None) -> Any:
+    def decode(self, embeddings: torch.Tensor, top_k: int | None = None) -> list[Any]:
         """The (token, weight) pairs of a vector, the largest first; of several vectors a list of such lists.
 
         `top_k`: only so many of each. Raises InputError for less than 1.

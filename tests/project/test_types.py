@@ -20,6 +20,8 @@ EXAMPLES = [
     for page in PAGES
     for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
 ]
+ARRAY, TENSOR = "numpy.ndarray[tuple[Any, ...], numpy.dtype[Any]]", "torch._tensor.Tensor"
+TENSORS = f"{TENSOR} | list[{TENSOR}]"
 KINDS = {
     "fastbert.AutoModel.from_pretrained('x')": "fastbert.models.base.EncoderModel",
     "fastbert.AutoModelForMaskedLM.from_pretrained('x')": "fastbert.models.masked_lm.ForMaskedLM",
@@ -28,8 +30,29 @@ KINDS = {
     "fastbert.restore(torch.nn.Linear(1, 1))": "torch.nn.modules.linear.Linear",
     "fastbert.EncoderConfig().hidden_size": "int",
     "fastbert.pack_inputs([[1]])": "fastbert.packed_inputs.PackedInputs",
+    "fastbert.SentenceEncoder('x').encode('a')": ARRAY,
+    "fastbert.SentenceEncoder('x').encode(['a'], 'query', batch_size=2, precision='int8')": ARRAY,
+    "fastbert.SentenceEncoder('x').encode(['a'], convert_to_tensor=True, normalize_embeddings=True)": TENSOR,
+    "fastbert.SentenceEncoder('x').encode(['a'], convert_to_numpy=False)": TENSORS,
+    "fastbert.SentenceEncoder('x').encode(['a'], output_value='token_embeddings')": TENSORS,
+    "fastbert.SentenceEncoder('x').encode(['a'], output_value=None)": "dict[str, Any] | list[dict[str, Any]]",
+    "fastbert.SentenceEncoder('x').encode(['a'], convert_to_tensor=bool(input()))": "Any",
+    "fastbert.SentenceEncoder('x').encode_query('a', convert_to_tensor=True)": TENSOR,
+    "fastbert.SentenceEncoder('x').encode_document(['a'])": ARRAY,
+    "fastbert.SparseEncoder('x').encode(['a'])": TENSOR,
+    "fastbert.SparseEncoder('x').encode_query(['a'], convert_to_tensor=False)": TENSORS,
+    "fastbert.Reranker('x').predict([('a', 'b')])": ARRAY,
+    "fastbert.Reranker('x').predict([('a', 'b')], convert_to_tensor=True)": TENSOR,
+    "fastbert.Reranker('x').predict([('a', 'b')], convert_to_numpy=False)": TENSORS,
+    "fastbert.TextClassifier('x').predict('a')": ARRAY,
 }
 WRONG = ("fastbert.AutoModl", "fastbert.BertForEverything", "fastbert.encode", "from fastbert import nonsense")
+WRONG_CALLS = (
+    "fastbert.SentenceEncoder('x').encode(['a'], normalise=True)",
+    "fastbert.SentenceEncoder('x').encode(3)",
+    "fastbert.SparseEncoder('x').encode(['a'], precision='int8')",
+    "fastbert.Reranker('x').predict([('a', 'b')], aggregate='median')",
+)
 
 
 def test_type_checkers_see_what_there_is():
@@ -53,6 +76,7 @@ def report(tmp_path_factory) -> dict[str, list[str]]:
     kinds = [f"reveal_type({expression})" for expression in KINDS]
     (folder / "kinds.py").write_text("\n".join(["import fastbert, torch", *kinds, ""]))
     (folder / "wrong.py").write_text("\n".join(["import fastbert", *WRONG, ""]))
+    (folder / "calls.py").write_text("\n".join(["import fastbert", *WRONG_CALLS, ""]))
     # What is inside of transformers is not looked at: that would take minutes, and is not ours.
     settings = "[mypy]\nstrict = true\n[mypy-transformers.*]\nfollow_imports = skip\n"
     settings += "[mypy-fastbert.kernels.*,fastbert._C]\nfollow_imports = skip\nignore_missing_imports = true\n"
@@ -91,3 +115,9 @@ def test_a_wrong_name_is_an_error(report):
     errors = [line for line in report["wrong.py"] if " error: " in line]
     assert [int(line.split(":")[1]) for line in errors] == list(range(2, 2 + len(WRONG))), errors
     assert all("attr-defined" in line for line in errors)
+
+
+@pytest.mark.full
+def test_a_wrong_argument_is_an_error(report):
+    errors = [line for line in report["calls.py"] if "[call-overload]" in line]
+    assert sorted({int(line.split(":")[1]) for line in errors}) == list(range(2, 2 + len(WRONG_CALLS))), errors

@@ -101,8 +101,8 @@ def _cosines(name: str, data: LabelledTexts, dtype: str) -> Any:
     from fastbert.sentences import SentenceEncoder
 
     encoder = SentenceEncoder(name, dtype=dtype)
-    vectors = [encoder.encode(texts, convert_to_tensor=True).float() for texts in data.columns]
-    return torch.nn.functional.cosine_similarity(*vectors).cpu().numpy()
+    first, second = (encoder.encode(texts, convert_to_tensor=True).float() for texts in data.columns)
+    return torch.nn.functional.cosine_similarity(first, second).cpu().numpy()
 
 
 def _probe(name: str, data: LabelledTexts, dtype: str) -> float:
