@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
 
 from fastbert.data.tokenized import CHUNK_TEXTS
 from fastbert.errors import InputError
+
+if TYPE_CHECKING:
+    from fastbert.sentences.signatures import Encode, EncodeSparse, Score
 
 CHUNK_CHARS = 4 << 20  # with CHUNK_TEXTS texts enough to sort well; a token takes some 70 bytes, those cut off, too
 PROGRESS_DELAY_S = 2.0  # shorter work shows no progress bar
@@ -32,6 +35,18 @@ def takes_sentences(method: Method) -> Method:
         return method(self, *args, **options)
 
     return cast("Method", call)
+
+
+def encodes(method: Callable[..., Any]) -> Encode:
+    return cast("Encode", takes_sentences(method))
+
+
+def encodes_sparse(method: Callable[..., Any]) -> EncodeSparse:
+    return cast("EncodeSparse", takes_sentences(method))
+
+
+def scores_pairs(method: Callable[..., Any]) -> Score:
+    return cast("Score", takes_sentences(method))
 
 
 def check_texts(texts: Any, *, pairs: bool = False) -> list[Any]:

@@ -23,11 +23,10 @@ from fastbert.layers.leaves import is_plain
 from fastbert.models.auto import load_encoder
 from fastbert.models.base import EncoderModel, PreTrainedModel
 from fastbert.packed_inputs import PackedInputs
-from fastbert.sentences.batches import bar_of, check_listed, check_texts, in_chunks, progress_bar
+from fastbert.sentences.batches import bar_of, check_listed, check_texts, encodes, in_chunks, progress_bar
 from fastbert.sentences.loading import LoadArguments, open_folder
 from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.pooling import pool as pool_tokens
-from fastbert.sentences.signatures import encodes
 from fastbert.sentences.similarity import PRECISIONS, HasDimensions, HasSimilarity, Precision, Similarity, in_precision
 from fastbert.sentences.text_model import Devices, InferenceOptions, TextModel, inference_options
 

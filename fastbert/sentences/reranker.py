@@ -14,11 +14,10 @@ from torch import nn
 from fastbert.data.sentence_folder import FolderSettings
 from fastbert.errors import ConfigError, InputError
 from fastbert.models.base import PreTrainedModel
-from fastbert.sentences.batches import check_listed
+from fastbert.sentences.batches import check_listed, scores_pairs
 from fastbert.sentences.loading import LoadArguments
 from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.scorer import SequenceScorer, check_pairs
-from fastbert.sentences.signatures import scores_pairs
 from fastbert.sentences.text_model import Aggregate, Devices, InferenceOptions
 
 if TYPE_CHECKING:

@@ -18,10 +18,9 @@ from fastbert.models.auto import AutoModelForMaskedLM
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.masked_lm import MaskedLMHeadModel
 from fastbert.packed_inputs import PackedInputs
-from fastbert.sentences.batches import check_texts, longest_first
+from fastbert.sentences.batches import check_texts, encodes_sparse, longest_first
 from fastbert.sentences.loading import LoadArguments, open_folder
 from fastbert.sentences.pool import ProcessPool
-from fastbert.sentences.signatures import encodes_sparse
 from fastbert.sentences.similarity import HasSimilarity, Similarity
 from fastbert.sentences.text_model import Devices, InferenceOptions, TextModel
 

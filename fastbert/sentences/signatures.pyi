@@ -4,30 +4,23 @@ The methods' own docstrings say what the arguments mean. Behind the literal True
 for flags that are known at run time only: what comes back is then known at run time, too.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, cast, overload
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, Protocol, TypedDict, overload
 
 import numpy as np
 import torch
+from typing_extensions import Unpack
 
-from fastbert.sentences.batches import takes_sentences
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from fastbert.data.tokenized import Text
-    from fastbert.data.windows import Windows
-    from fastbert.sentences.encoder import OutputValue
-    from fastbert.sentences.pool import ProcessPool
-    from fastbert.sentences.reranker import Activation
-    from fastbert.sentences.similarity import Precision
-    from fastbert.sentences.text_model import Aggregate, Devices
+from fastbert.data.tokenized import Text
+from fastbert.data.windows import Windows
+from fastbert.sentences.encoder import OutputValue
+from fastbert.sentences.pool import ProcessPool
+from fastbert.sentences.reranker import Activation
+from fastbert.sentences.similarity import Precision
+from fastbert.sentences.text_model import Aggregate, Devices
 
 Tensors = torch.Tensor | list[torch.Tensor]  # of one input, or of many
 Rows = dict[str, Any] | list[dict[str, Any]]
-
 
 class Common(TypedDict, total=False):
     """What all of the methods take, and what no type goes by."""
@@ -37,7 +30,6 @@ class Common(TypedDict, total=False):
     chunk_size: int | None
     batch_tokens: int | None
 
-
 class OfVectors(Common, total=False):
     precision: Precision | None
     normalize_embeddings: bool
@@ -46,20 +38,17 @@ class OfVectors(Common, total=False):
     normalize: bool | None
     windows: Windows | None
 
-
 class OfSparse(Common, total=False):
     convert_to_sparse_tensor: bool
     save_to_cpu: bool
     max_active_dims: int | None
     task: str | None
 
-
 class OfScores(Common, total=False):
     activation_fn: Activation | None
     apply_softmax: bool
     windows: Windows | None
     aggregate: Aggregate | None
-
 
 class Encode(Protocol):
     """SentenceEncoder.encode, encode_query and encode_document."""
@@ -78,7 +67,6 @@ class Encode(Protocol):
         convert_to_tensor: Literal[False] = False,
         **options: Unpack[OfVectors],
     ) -> np.ndarray: ...
-
     @overload
     def __call__(
         self,
@@ -93,7 +81,6 @@ class Encode(Protocol):
         convert_to_tensor: Literal[True],
         **options: Unpack[OfVectors],
     ) -> torch.Tensor: ...
-
     @overload
     def __call__(
         self,
@@ -108,7 +95,6 @@ class Encode(Protocol):
         convert_to_tensor: Literal[False] = False,
         **options: Unpack[OfVectors],
     ) -> Tensors: ...
-
     @overload
     def __call__(
         self,
@@ -123,7 +109,6 @@ class Encode(Protocol):
         convert_to_tensor: bool = False,
         **options: Unpack[OfVectors],
     ) -> Tensors: ...
-
     @overload
     def __call__(
         self,
@@ -138,7 +123,6 @@ class Encode(Protocol):
         convert_to_tensor: bool = False,
         **options: Unpack[OfVectors],
     ) -> Rows: ...
-
     @overload
     def __call__(
         self,
@@ -153,7 +137,6 @@ class Encode(Protocol):
         convert_to_tensor: bool = False,
         **options: Unpack[OfVectors],
     ) -> Any: ...
-
 
 class EncodeSparse(Protocol):
     """SparseEncoder.encode, encode_query and encode_document."""
@@ -170,7 +153,6 @@ class EncodeSparse(Protocol):
         convert_to_tensor: Literal[True] = True,
         **options: Unpack[OfSparse],
     ) -> torch.Tensor: ...
-
     @overload
     def __call__(
         self,
@@ -183,7 +165,6 @@ class EncodeSparse(Protocol):
         convert_to_tensor: Literal[False],
         **options: Unpack[OfSparse],
     ) -> Tensors: ...
-
     @overload
     def __call__(
         self,
@@ -196,7 +177,6 @@ class EncodeSparse(Protocol):
         convert_to_tensor: bool,
         **options: Unpack[OfSparse],
     ) -> Any: ...
-
 
 class Score(Protocol):
     """Reranker.predict."""
@@ -214,7 +194,6 @@ class Score(Protocol):
         convert_to_tensor: Literal[False] = False,
         **options: Unpack[OfScores],
     ) -> np.ndarray: ...
-
     @overload
     def __call__(
         self,
@@ -228,7 +207,6 @@ class Score(Protocol):
         convert_to_tensor: Literal[True],
         **options: Unpack[OfScores],
     ) -> torch.Tensor: ...
-
     @overload
     def __call__(
         self,
@@ -242,7 +220,6 @@ class Score(Protocol):
         convert_to_tensor: Literal[False] = False,
         **options: Unpack[OfScores],
     ) -> Tensors: ...
-
     @overload
     def __call__(
         self,
@@ -256,15 +233,3 @@ class Score(Protocol):
         convert_to_tensor: bool = False,
         **options: Unpack[OfScores],
     ) -> Any: ...
-
-
-def encodes(method: Callable[..., Any]) -> Encode:
-    return cast("Encode", takes_sentences(method))
-
-
-def encodes_sparse(method: Callable[..., Any]) -> EncodeSparse:
-    return cast("EncodeSparse", takes_sentences(method))
-
-
-def scores_pairs(method: Callable[..., Any]) -> Score:
-    return cast("Score", takes_sentences(method))
