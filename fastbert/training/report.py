@@ -66,10 +66,10 @@ def write_reports(folder: Path, options: RunOptions, place: Any, task: Any, worl
     best = next((row for row in evaluated if row["step"] == place.best_step), evaluated[-1] if evaluated else {})
     tokens = sum(row["tokens"] for row in rows)
     seconds = sum(row["tokens"] / row["tokens_per_second"] for row in rows)
-    last = [loss for row in rows for loss in row["losses"]][-options.log_every :]  # a run that stopped cut a row there
+    losses = [loss for row in rows for loss in row["losses"]]  # of all steps, those before a stop among them
     metrics = {
         "steps": place.step,
-        "train_loss": sum(last) / len(last),
+        "train_loss": sum(losses) / len(losses),
         "tokens": tokens,
         "seconds": round(seconds, 3),
         "tokens_per_second": round(tokens / seconds, 1),
