@@ -159,7 +159,7 @@ def of_vectors(folder: Path, file: str, rows: list[Any], place: Path) -> dict[st
 
 
 def test_the_training_loss_is_the_mean_of_the_whole_run_wherever_it_had_stopped(tmp_path):
-    """As transformers' Trainer's. It was that of the last steps, and before that of the log's last row, which a stop ends."""
+    """As the Trainer's. It was that of the last steps, and before that of the log's last row, which a stop ends."""
     rows = write_rows(tmp_path / "rows.jsonl", [one_label(python_random(i)) for i in range(24)])
     options = FinetuneOptions(
         model=str(base(tmp_path)), train=(rows,), eval=(rows,), output=str(tmp_path / "run"), steps=6, batch_size=4,
