@@ -194,7 +194,9 @@ def test_a_run_ends_early_and_keeps_the_best(files, tmp_path, capsys):
     metrics = execute(options, task_of)
     assert (metrics["steps"], metrics["best_step"], len(saved)) == (3, 1, 1)
     assert metrics["eval_accuracy"] == 0.5
-    assert "stopped after step 3 of 30: 2 evaluations without a better one than step 1's" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "stopped after step 3 of 30: 2 evaluations without a better one than step 1's" in said.out
+    assert "3/30 [" in said.err.rpartition("\r")[2] and said.err.endswith("\n")  # the bar ends where the run did
 
 
 def test_without_evaluation_data_the_last_model_is_kept(files, tmp_path):
