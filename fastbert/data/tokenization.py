@@ -22,6 +22,7 @@ from fastbert.checkpoint.tokenizer_files import (
 )
 from fastbert.errors import CheckpointError
 from fastbert.families.schema import NewVocabulary
+from fastbert.files import write_text
 
 NO_LIMIT = 2**31 - 1  # tokens of a text
 
@@ -104,8 +105,13 @@ def _from_json(path: Path, lowercase: bool, given: Mapping[str, Any]) -> Tokeniz
         raise CheckpointError(f"{path} is no tokenizer: {error}") from None
     _follow(tokenizer, path.parent, given)
     if lowercase and not _lowers(json.loads(tokenizer.to_str())["normalizer"]):
-        then = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *then])
+        own = tokenizer.normalizer
+        if isinstance(own, normalizers.BertNormalizer):  # by its own switch, which transformers reads, too
+            own.strip_accents, own.lowercase = bool(own.strip_accents), True  # None would strip them now
+            tokenizer.normalizer = own
+        else:
+            then = [] if own is None else [own]
+            tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *then])
     return tokenizer
 
 
@@ -123,6 +129,23 @@ def _follow(tokenizer: Tokenizer, folder: Path, given: Mapping[str, Any]) -> Non
         ):
             setattr(normalizer, attribute, settings[name])
             tokenizer.normalizer = normalizer
+
+
+def save_lowering(tokenizer: Tokenizer, folder: Path) -> None:
+    """Let the folder of a model lower case as this tokenizer does: one of `load_tokenizer(lowercase=True)`, whose own
+    files keep case, and stand in the folder. transformers reads no sentence_bert_config.json, and of classes that are
+    not BERT's no normalizer: these keep case there. Raises OSError.
+    """
+    made = Tokenizer.from_str(tokenizer.to_str())
+    made.no_truncation()
+    write_text(folder / "tokenizer.json", made.to_str(pretty=True))
+    if isinstance(
+        made.normalizer, normalizers.BertNormalizer
+    ):  # of which the settings may say something else: they hold
+        accents = made.normalizer.strip_accents
+        settings = {**tokenizer_settings(folder), "do_lower_case": True}
+        settings |= {} if accents is None else {"strip_accents": accents}
+        write_text(folder / SETTINGS, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
 def _lowers(normalizer: dict[str, Any] | None) -> bool:

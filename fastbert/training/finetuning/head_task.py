@@ -11,6 +11,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from fastbert.data.collator import PackingCollator
+from fastbert.data.sentence_folder import transformer_settings
+from fastbert.data.tokenization import save_lowering
 from fastbert.data.tokenized import Tokenized
 from fastbert.data.usage import Usage
 from fastbert.packed_inputs import PackedInputs
@@ -49,6 +51,8 @@ class HeadTask(Task):
     ):
         self.model, self.tokenizer, self.train = model, tokenizer, examples
         self.usage, self.adapters = usage, adapters
+        folder = model.tokenizer_folder
+        self.lowers = folder is not None and transformer_settings(folder).lowercase
 
     def collate(self, phase: Phase) -> Callable[[list[Any]], PackedInputs]:
         return PackingCollator(padded_outputs=False)
@@ -62,6 +66,8 @@ class HeadTask(Task):
 
     def save(self, model: Any, folder: Path) -> None:
         self.whole(model).save_pretrained(folder)
+        if self.lowers:
+            save_lowering(self.tokenizer, folder)
         self.usage.save(folder)
         if self.adapters is not None:
             save_adapters(model, self.adapters, folder / FOLDER)
