@@ -95,11 +95,27 @@ def _find(
     )
 
 
+def origin(name: str, organisation: str | None = None) -> tuple[str | None, Path | None]:
+    """(the hub's id of a model that was loaded by this name, its folder), without a network. No id: a local folder;
+    neither: it is no longer there.
+    """
+    try:
+        folder = resolve(name, options=HubOptions(local_files_only=True), organisation=organisation)
+    except CheckpointError:
+        return None, None
+    if Path(name).expanduser().is_dir():
+        return None, folder
+    cached = next((part for part in folder.parts if part.startswith("models--")), None)  # models--google--electra-small
+    if cached is not None:
+        return cached.removeprefix("models--").replace("--", "/"), folder
+    return f"sentence-transformers/{name.removeprefix('sentence-transformers/')}", folder
+
+
 def _download(hub_id: str, config_only: bool, options: HubOptions) -> Path:
     """The folder in the hub's cache. Raises what huggingface_hub raises."""
     from huggingface_hub import snapshot_download
 
-    wanted = ["*.json", "*.txt", "*.model", "*.safetensors", "*.safetensors.index.json"]
+    wanted = ["*.json", "*.txt", "*.model", "*.safetensors", "*.safetensors.index.json", "README.md"]
     given = options.of_download()
     if config_only:
         return Path(snapshot_download(hub_id, allow_patterns=["*config.json", "modules.json"], **given))

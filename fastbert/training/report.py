@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import platform
@@ -12,12 +13,16 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from fastbert.data.sources import kind_of
 from fastbert.errors import ConfigError
 from fastbert.files import write_text, writing
+from fastbert.hub import origin
 from fastbert.messages import install
 from fastbert.training import folder as run_folder
-from fastbert.training.options import RunOptions
+from fastbert.training.options import DATA, RunOptions, to_yaml
 from fastbert.version import __version__
+
+_HANDED_ON = ("license", "license_name", "license_link", "language")  # from the card of the base model
 
 
 class Progress:
@@ -60,7 +65,7 @@ def _tensorboard(folder: Path) -> Any:
 
 
 def write_reports(folder: Path, options: RunOptions, place: Any, task: Any, world_size: int) -> dict[str, Any]:
-    """Write metrics.json and README.md; returns the metrics. Raises OSError."""
+    """Write metrics.json, and README.md where there is none; returns the metrics. Raises OSError."""
     rows = run_folder.rows_of(folder)
     evaluated = _evaluated(rows)
     best = next((row for row in evaluated if row["step"] == place.best_step), evaluated[-1] if evaluated else {})
@@ -83,7 +88,11 @@ def write_reports(folder: Path, options: RunOptions, place: Any, task: Any, worl
         "torch": torch.__version__,
     }
     write_text(folder / run_folder.METRICS, json.dumps(metrics, indent=2) + "\n")
-    write_text(folder / "README.md", card(options, metrics, task))
+    written, made = folder / "README.md", card(options, metrics, task)
+    if not written.exists():
+        write_text(written, made)
+    elif written.read_bytes() != made.encode():
+        warnings.warn(f"{written} was there before the run went on, and stays as it is", stacklevel=2)
     return metrics
 
 
@@ -136,22 +145,25 @@ def _steps_of(row: dict[str, Any]) -> range:
 
 
 def card(options: RunOptions, metrics: dict[str, Any], task: Any) -> str:
-    """README.md: what the hub reads, what was measured, and the options of the run."""
+    """README.md: what the hub reads; the base, the data, the options and the figures of a run. No path of a machine."""
     from huggingface_hub import ModelCardData
 
-    source = str(vars(options).get("model", ""))
-    is_hub_id = source.count("/") == 1 and not source.startswith((".", "~", "/")) and not Path(source).exists()
+    source = str(vars(options).get("model") or vars(options).get("teacher", ""))
+    hub_id, terms = _base(source, task.library)
+    train = [name for option in DATA for name in vars(options)[option]]
     data = ModelCardData(
         library_name=task.library,
         pipeline_tag=task.pipeline,
-        base_model=source if is_hub_id else None,
-        tags=["fastbert"],
+        base_model=hub_id,
+        datasets=sorted({name.partition(":")[0] for name in train if not _is_local(name)}) or None,
+        tags=["fastbert", options.command],
+        **terms,
     )
     results = {name.removeprefix("eval_"): value for name, value in metrics.items() if name.startswith("eval_")}
     lines = [
         f"---\n{data.to_yaml()}\n---\n",
         f"# {Path(options.output).resolve().name}\n",
-        f"Made by `fastbert {options.command}`" + (f" from {Path(source).name or source}" if source else "") + ".\n",
+        f"Made by `fastbert {options.command}`" + (f" from `{hub_id or _shown(source)}`" if source else "") + ".\n",
         *(["![training](chart.png)\n"] if (Path(options.output) / run_folder.CHART).exists() else []),
         "## Evaluation\n",
         *(
@@ -160,9 +172,57 @@ def card(options: RunOptions, metrics: dict[str, Any], task: Any) -> str:
             else ["There was no evaluation data.\n"]
         ),
         f"After step {metrics['best_step']} of {metrics['steps']}; {metrics['tokens']:,} tokens at"
-        f" {metrics['tokens_per_second']:,.0f} a second.\n",
-        "## How to repeat it\n",
-        f"`fastbert {options.command} --config run.yaml --output NEW_FOLDER`\n",
-        "## Training data, intended use, limits\n\nTo be filled in by its authors.\n",
-    ]
+        f" {metrics['tokens_per_second']:,.0f} a second; training loss {metrics['train_loss']:.4f}.\n",
+        "## Data\n",
+        *(f"- {option}: {', '.join(f'`{_shown(name)}`' for name in vars(options)[option])}" for option in DATA
+          if vars(options)[option]),
+        f"\n`{run_folder.DIGESTS}` has their SHA-256.\n",
+        "## Settings\n",
+        f"```yaml\n{to_yaml(_without_paths(options))}```\n",
+        f"`fastbert {options.command} --config run.yaml --output NEW_FOLDER` repeats the run.\n",
+        "## Licence\n",
+        _licence(source, terms),
+        "## Intended use, limits\n\nTo be filled in by its authors.\n",
+    ]  # fmt: skip
     return "\n".join(lines)
+
+
+def _base(source: str, library: str) -> tuple[str | None, dict[str, Any]]:
+    """The hub's id of the model that a run began with, and what its card says of licence and language."""
+    if not source:
+        return None, {}
+    hub_id, folder = origin(source, "sentence-transformers" if library == "sentence-transformers" else None)
+    path = Path() if folder is None else folder / "README.md"
+    if not path.is_file() or not path.read_bytes().lstrip(b"\xef\xbb\xbf \r\n").startswith(b"---"):
+        return hub_id, {}
+    import yaml
+    from huggingface_hub import ModelCard
+
+    try:
+        entries = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
+    except (ValueError, TypeError, yaml.YAMLError) as error:  # another's file, which is no reason to fail
+        warnings.warn(f"the licence of {path} cannot be read: {str(error).splitlines()[0]}", stacklevel=2)
+        return hub_id, {}
+    return hub_id, {name: entries[name] for name in _HANDED_ON if entries.get(name)}
+
+
+def _licence(source: str, terms: dict[str, Any]) -> str:
+    if "license" in terms:
+        return f"`{terms['license']}`: that of the base model, by its card. The data may have terms of their own.\n"
+    why = "" if not source else "The base model's card names none, or is not beside it. "
+    return f"{why}To be filled in by its authors.\n"
+
+
+def _is_local(name: str) -> bool:
+    return name.startswith((".", "~")) or Path(name).is_absolute() or Path(name).exists() or kind_of(name) is not None
+
+
+def _shown(name: str) -> str:
+    """A model's or a file's name, without the folders of this machine that it is in."""
+    return Path(name).expanduser().resolve().name if _is_local(name) else name
+
+
+def _without_paths(options: RunOptions) -> RunOptions:
+    named = {name: vars(options)[name] for name in ("model", "teacher", "tokenizer", *DATA) if vars(options).get(name)}
+    shown: dict[str, Any] = {k: _shown(v) if isinstance(v, str) else tuple(map(_shown, v)) for k, v in named.items()}
+    return dataclasses.replace(options, **shown)

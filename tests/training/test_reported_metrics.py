@@ -177,5 +177,6 @@ def test_the_training_loss_is_the_mean_of_the_whole_run_wherever_it_had_stopped(
     ]
     cut[0] = {name: value for name, value in cut[0].items() if not name.startswith("eval_")}
     log.write_text("".join(json.dumps(row) + "\n" for row in (*before, *cut)))
+    (tmp_path / "run/README.md").unlink()
     again = write_reports(tmp_path / "run", options, SimpleNamespace(step=6, best_step=metrics["best_step"]), task, 1)
     assert len(last["losses"]) == 2 and again["train_loss"] == metrics["train_loss"]
