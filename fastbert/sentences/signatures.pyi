@@ -1,7 +1,7 @@
 """What type checkers see of the methods whose arguments say whether an array, a tensor or a list comes back.
 
-The methods' own docstrings say what the arguments mean. Behind the literal True and False the last signature of each is
-for flags that are known at run time only: what comes back is then known at run time, too.
+The methods' own docstrings say what the arguments mean; all but the first are checked where they are named. The last
+signature of each is for flags that are known at run time only: what comes back is then known at run time, too.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,12 +19,19 @@ from fastbert.sentences.reranker import Activation
 from fastbert.sentences.similarity import Precision
 from fastbert.sentences.text_model import Aggregate, Devices
 
+Texts = str | Iterable[Text]
+Plain = str | Iterable[str]
+Pairs = Iterable[Sequence[str]] | Sequence[str]
 Tensors = torch.Tensor | list[torch.Tensor]  # of one input, or of many
 Rows = dict[str, Any] | list[dict[str, Any]]
 
 class Common(TypedDict, total=False):
     """What all of the methods take, and what no type goes by."""
 
+    prompt_name: str | None
+    prompt: str | None
+    batch_size: int | None
+    show_progress_bar: bool | None
     device: Devices | None
     pool: ProcessPool | None
     chunk_size: int | None
@@ -38,6 +45,12 @@ class OfVectors(Common, total=False):
     normalize: bool | None
     windows: Windows | None
 
+class OfTensors(OfVectors, total=False):
+    convert_to_numpy: bool
+
+class OfTokens(OfTensors, total=False):
+    convert_to_tensor: bool
+
 class OfSparse(Common, total=False):
     convert_to_sparse_tensor: bool
     save_to_cpu: bool
@@ -50,18 +63,17 @@ class OfScores(Common, total=False):
     windows: Windows | None
     aggregate: Aggregate | None
 
+class OfScoreTensors(OfScores, total=False):
+    convert_to_numpy: bool
+
 class Encode(Protocol):
     """SentenceEncoder.encode, encode_query and encode_document."""
 
     @overload
     def __call__(
         self,
-        inputs: str | Iterable[Text],
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        batch_size: int | None = None,
-        show_progress_bar: bool | None = None,
-        *,
+        inputs: Texts,
+        *arguments: Any,
         output_value: Literal["sentence_embedding"] = "sentence_embedding",
         convert_to_numpy: Literal[True] = True,
         convert_to_tensor: Literal[False] = False,
@@ -70,26 +82,17 @@ class Encode(Protocol):
     @overload
     def __call__(
         self,
-        inputs: str | Iterable[Text],
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        batch_size: int | None = None,
-        show_progress_bar: bool | None = None,
-        *,
+        inputs: Texts,
+        *arguments: Any,
         output_value: Literal["sentence_embedding"] = "sentence_embedding",
-        convert_to_numpy: bool = True,
         convert_to_tensor: Literal[True],
-        **options: Unpack[OfVectors],
+        **options: Unpack[OfTensors],
     ) -> torch.Tensor: ...
     @overload
     def __call__(
         self,
-        inputs: str | Iterable[Text],
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        batch_size: int | None = None,
-        show_progress_bar: bool | None = None,
-        *,
+        inputs: Texts,
+        *arguments: Any,
         output_value: Literal["sentence_embedding"] = "sentence_embedding",
         convert_to_numpy: Literal[False],
         convert_to_tensor: Literal[False] = False,
@@ -97,45 +100,13 @@ class Encode(Protocol):
     ) -> Tensors: ...
     @overload
     def __call__(
-        self,
-        inputs: str | Iterable[Text],
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        batch_size: int | None = None,
-        show_progress_bar: bool | None = None,
-        *,
-        output_value: Literal["token_embeddings"],
-        convert_to_numpy: bool = True,
-        convert_to_tensor: bool = False,
-        **options: Unpack[OfVectors],
+        self, inputs: Texts, *arguments: Any, output_value: Literal["token_embeddings"], **options: Unpack[OfTokens]
     ) -> Tensors: ...
     @overload
-    def __call__(
-        self,
-        inputs: str | Iterable[Text],
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        batch_size: int | None = None,
-        show_progress_bar: bool | None = None,
-        *,
-        output_value: None,
-        convert_to_numpy: bool = True,
-        convert_to_tensor: bool = False,
-        **options: Unpack[OfVectors],
-    ) -> Rows: ...
+    def __call__(self, inputs: Texts, *arguments: Any, output_value: None, **options: Unpack[OfTokens]) -> Rows: ...
     @overload
     def __call__(
-        self,
-        inputs: str | Iterable[Text],
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        batch_size: int | None = None,
-        show_progress_bar: bool | None = None,
-        *,
-        output_value: OutputValue | None = "sentence_embedding",
-        convert_to_numpy: bool = True,
-        convert_to_tensor: bool = False,
-        **options: Unpack[OfVectors],
+        self, inputs: Texts, *arguments: Any, output_value: OutputValue | None = ..., **options: Unpack[OfTokens]
     ) -> Any: ...
 
 class EncodeSparse(Protocol):
@@ -143,40 +114,14 @@ class EncodeSparse(Protocol):
 
     @overload
     def __call__(
-        self,
-        inputs: str | Iterable[str],
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        batch_size: int | None = None,
-        show_progress_bar: bool | None = None,
-        *,
-        convert_to_tensor: Literal[True] = True,
-        **options: Unpack[OfSparse],
+        self, inputs: Plain, *arguments: Any, convert_to_tensor: Literal[True] = True, **options: Unpack[OfSparse]
     ) -> torch.Tensor: ...
     @overload
     def __call__(
-        self,
-        inputs: str | Iterable[str],
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        batch_size: int | None = None,
-        show_progress_bar: bool | None = None,
-        *,
-        convert_to_tensor: Literal[False],
-        **options: Unpack[OfSparse],
+        self, inputs: Plain, *arguments: Any, convert_to_tensor: Literal[False], **options: Unpack[OfSparse]
     ) -> Tensors: ...
     @overload
-    def __call__(
-        self,
-        inputs: str | Iterable[str],
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        batch_size: int | None = None,
-        show_progress_bar: bool | None = None,
-        *,
-        convert_to_tensor: bool,
-        **options: Unpack[OfSparse],
-    ) -> Any: ...
+    def __call__(self, inputs: Plain, *arguments: Any, convert_to_tensor: bool, **options: Unpack[OfSparse]) -> Any: ...
 
 class Score(Protocol):
     """Reranker.predict."""
@@ -184,52 +129,26 @@ class Score(Protocol):
     @overload
     def __call__(
         self,
-        inputs: Iterable[Sequence[str]] | Sequence[str],
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        batch_size: int | None = None,
-        show_progress_bar: bool | None = None,
-        *,
+        inputs: Pairs,
+        *arguments: Any,
         convert_to_numpy: Literal[True] = True,
         convert_to_tensor: Literal[False] = False,
         **options: Unpack[OfScores],
     ) -> np.ndarray: ...
     @overload
     def __call__(
-        self,
-        inputs: Iterable[Sequence[str]] | Sequence[str],
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        batch_size: int | None = None,
-        show_progress_bar: bool | None = None,
-        *,
-        convert_to_numpy: bool = True,
-        convert_to_tensor: Literal[True],
-        **options: Unpack[OfScores],
+        self, inputs: Pairs, *arguments: Any, convert_to_tensor: Literal[True], **options: Unpack[OfScoreTensors]
     ) -> torch.Tensor: ...
     @overload
     def __call__(
         self,
-        inputs: Iterable[Sequence[str]] | Sequence[str],
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        batch_size: int | None = None,
-        show_progress_bar: bool | None = None,
-        *,
+        inputs: Pairs,
+        *arguments: Any,
         convert_to_numpy: Literal[False],
         convert_to_tensor: Literal[False] = False,
         **options: Unpack[OfScores],
     ) -> Tensors: ...
     @overload
     def __call__(
-        self,
-        inputs: Iterable[Sequence[str]] | Sequence[str],
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        batch_size: int | None = None,
-        show_progress_bar: bool | None = None,
-        *,
-        convert_to_numpy: bool = True,
-        convert_to_tensor: bool = False,
-        **options: Unpack[OfScores],
+        self, inputs: Pairs, *arguments: Any, convert_to_tensor: bool = ..., **options: Unpack[OfScoreTensors]
     ) -> Any: ...
