@@ -16,6 +16,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from checkout import copy_checkout
 
 from fastbert.native import recipe
 
@@ -95,16 +96,8 @@ def unzip(wheel: Path, target: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """What a fresh clone holds: the files that git knows or would know, nothing built."""
     target = tmp_path_factory.mktemp("checkout")
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    for name in listed.stdout.splitlines():
-        if (ROOT / name).is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, target / name)
+    copy_checkout(target)
     return target
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pages import PAGES, ROOT, blocks, offline
 
 import fastbert
 from benchmarks.update_speed import SECTION
@@ -21,8 +22,6 @@ from fastbert.families import FAMILIES
 from fastbert.hub import resolve
 from fastbert.models import generated
 
-ROOT = Path(__file__).parents[2]
-PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
 README = PAGES["README.md"]
 RESULTS = ROOT / "benchmarks" / "results" / "amd-epyc-2-cores"
 REPORT = json.loads((RESULTS / "results.json").read_text(encoding="utf-8"))
@@ -182,17 +181,17 @@ def test_links_lead_somewhere(page):
         assert target.startswith("https://") or (folder / target).exists(), target
 
 
-BLOCKS = {page: re.findall(r"```python\n(.*?)```", text, re.DOTALL) for page, text in PAGES.items()}
+BLOCKS = {page: blocks(page, "python") for page in PAGES}
 # Of a page that is a notebook each block goes on where the one before it ended.
-RUNS = {page: ["".join(blocks)] if page.endswith(".nb.md") else blocks for page, blocks in BLOCKS.items()}
+RUNS = {page: ["".join(found)] if page.endswith(".nb.md") else found for page, found in BLOCKS.items()}
 
 
 @pytest.mark.parametrize(
     "page,block",
     [
         pytest.param(page, block, id=f"{page}-{i}", marks=() if page == "README.md" else pytest.mark.full)
-        for page, blocks in RUNS.items()
-        for i, block in enumerate(blocks)
+        for page, found in RUNS.items()
+        for i, block in enumerate(found)
     ],
 )
 def test_examples_run(page, block, monkeypatch, tmp_path):
@@ -203,22 +202,19 @@ def test_examples_run(page, block, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("MPLBACKEND", "agg")
     monkeypatch.chdir(tmp_path)
-    here = block.replace('"sentence-transformers/all-MiniLM-L6-v2"', repr(str(resolve("all-MiniLM-L6-v2"))))
-    exec(compile(here, page, "exec"), {})
+    exec(compile(offline(block, resolve("all-MiniLM-L6-v2")), page, "exec"), {})
 
 
 def test_commands_run(monkeypatch, tmp_path, capfd):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     Path("examples").symlink_to(ROOT / "examples")
-    Path("sentences.txt").write_text("A short text.\nAnother one.\n", encoding="utf-8")
-    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
-    commands = [line for block in blocks for line in block.splitlines() if line.startswith("fastbert ")]
+    commands = [line for block in blocks("README.md", "bash") for line in block.splitlines() if line[:9] == "fastbert "]
     assert [command.split()[1] for command in commands] == ["doctor", "encode", "finetune", "predict"]
     for command in commands:
         is_fault = command == "fastbert doctor" and missing_kernels() is not None
         assert main(shlex.split(command)[1:]) == int(is_fault)
-    (shown,) = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
+    (shown,) = blocks("README.md", "text")
     said = capfd.readouterr().out
     for line in shown.splitlines():  # what doctor says of this machine may be other words after the first
         assert re.search(rf"^ *{line.split()[0]} ", said, re.MULTILINE), line
