@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import field, make_dataclass
 from typing import Any
 
 import torch
@@ -54,6 +55,8 @@ class ModelOutput(OrderedDict):
         "hidden_states",
         "attentions",
     )
+    # transformers' outputs are data classes: sentence-transformers reads by `dataclasses.fields` what a model may give.
+    __dataclass_fields__ = make_dataclass("", [(name, Any, field(default=None)) for name in FIELDS]).__dataclass_fields__
 
     def __init__(self, *args, **fields):
         merged = dict(*args, **fields)

@@ -80,6 +80,8 @@ class Tester:
         """Sizes of transformers' own testers."""
         fields = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
         fields |= {"intermediate_size": 37, "max_position_embeddings": 64}
+        if EncoderConfig.of_family(self.family).pad_token_id not in range(99):  # ESM's is none
+            fields["pad_token_id"] = 1
         ours = EncoderConfig.of_family(self.family, **fields)
         return transformers.CONFIG_MAPPING[self.family].from_dict(ours.to_dict())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -71,6 +72,14 @@ def test_reads_as_transformers(both):
         out.last_hidden_state = out.pooler_output
         assert out["last_hidden_state"] is out.pooler_output
     assert ours.get("attentions") is None and ours.get("attentions", 3) == 3
+
+
+def test_they_are_data_classes_as_theirs_are(both):
+    for out in both:
+        assert {"last_hidden_state", "pooler_output"} <= {field.name for field in dataclasses.fields(type(out))}
+        changed = dataclasses.replace(out, pooler_output=None)
+        assert type(changed) is type(out) and list(changed) == ["last_hidden_state", "hidden_states"]
+        assert changed.last_hidden_state is out.last_hidden_state
 
 
 def test_return_dict_false(both):
