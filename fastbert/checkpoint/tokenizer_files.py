@@ -18,6 +18,14 @@ NAMES = (
     "tokenizer.json", SETTINGS, "special_tokens_map.json", "added_tokens.json", "vocab.txt",
     "vocab.json", "merges.txt", "sentencepiece.bpe.model", "spiece.model", "spm.model", "tokenizer.model",
 )  # fmt: skip
+# The classes of transformers 5 that tell a model which token is of which text. Some are aliases of BertTokenizer.
+# A family's name is no key: transformers has no ErnieTokenizer, and takes its generic class, which gives no types.
+GIVE_TYPES = frozenset((
+    "BertTokenizer", "CanineTokenizer", "ConvBertTokenizer", "DPRContextEncoderTokenizer",
+    "DPRQuestionEncoderTokenizer", "DebertaTokenizer", "DebertaV2Tokenizer", "ElectraTokenizer", "FNetTokenizer",
+    "LayoutLMTokenizer", "LayoutLMv2Tokenizer", "LxmertTokenizer", "MarkupLMTokenizer", "MobileBertTokenizer",
+    "SqueezeBertTokenizer", "TapasTokenizer",
+))  # fmt: skip
 # BertNormalizer's options and BERT's own choice; None follows do_lower_case.
 BERT_FLAGS = {"tokenize_chinese_chars": True, "strip_accents": None, "do_lower_case": True}
 
@@ -51,19 +59,24 @@ def form_of(folder: Path, default: NewVocabulary | None = None) -> NewVocabulary
     The class of the tokenizer counts before that of the model, as in transformers: there are models of DeBERTa's
     architecture with a BertTokenizer. Raises CheckpointError.
     """
-    found = next((form for _, form in _named(folder) if form is not None), default)
-    return NewVocabulary() if found is None else found
-
-
-def _named(folder: Path) -> list[tuple[str, NewVocabulary | None]]:
-    """What names a family: the class of the tokenizer, if files name one, and the model_type; and the family's form."""
     config = optional_json(folder / "config.json")
+    named = _class_of(folder, config)
+    of_class = (family.vocabulary for family in FAMILIES.values() if f"{family.classes}Tokenizer" == named)
+    return next(of_class, None) or _form_of_model(config, default) or default or NewVocabulary()
+
+
+def _class_of(folder: Path, config: dict[str, Any]) -> str | None:
+    """The class of the tokenizer that a folder's files name, without the "Fast" of older releases."""
     named = tokenizer_settings(folder).get("tokenizer_class") or config.get("tokenizer_class")
-    classes = {f"{family.classes}Tokenizer": family for family in FAMILIES.values()}
-    found = [(named, classes.get(named.removesuffix("Fast")))] if isinstance(named, str) else []
-    if isinstance(model_type := config.get("model_type"), str):
-        found.append((model_type, FAMILIES.get(model_type)))
-    return [(name, None if family is None else family.vocabulary) for name, family in found]
+    return named.removesuffix("Fast") if isinstance(named, str) else None
+
+
+def _form_of_model(config: dict[str, Any], default: NewVocabulary | None) -> NewVocabulary | None:
+    """By the model_type; None for one that is not ours, `default` where there is none."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        return default
+    return FAMILIES[model_type].vocabulary if model_type in FAMILIES else None
 
 
 def gives_types(folder: Path, default: NewVocabulary | None = None) -> bool:
@@ -74,8 +87,11 @@ def gives_types(folder: Path, default: NewVocabulary | None = None) -> bool:
     """
     names = tokenizer_settings(folder).get("model_input_names")
     if names is None:
-        named = [form for _, form in _named(folder)[:1]] or [default]
-        return named[0] is not None and named[0].gives_types
+        config = optional_json(folder / "config.json")
+        named, form = _class_of(folder, config), _form_of_model(config, default)
+        if named is not None and not (form is not None and form.ignores_class):
+            return named in GIVE_TYPES
+        return form is not None and form.gives_types
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise CheckpointError(
             f"{folder / SETTINGS}: model_input_names is {reprlib.repr(names)}; it must be a list of texts"

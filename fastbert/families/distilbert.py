@@ -7,7 +7,6 @@ from fastbert.families.schema import (
     FromConfig,
     HfClass,
     MaskedLM,
-    NewVocabulary,
     heads,
 )
 from fastbert.layer_spec import LayerNames
@@ -54,5 +53,4 @@ FAMILY = Family(
     layer_path="transformer.layer.{i}",
     pooler=None,
     attention_output_dropout=False,
-    vocabulary=NewVocabulary(gives_types=False),
 )

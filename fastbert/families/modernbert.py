@@ -112,7 +112,7 @@ FAMILY = Family(
         "layer_types": Structure(), "rope_parameters": Structure(),
     },
     fixed=("hidden_dropout_prob", "type_vocab_size"),
-    upgrade_config=_upgrade_config, vocabulary=NewVocabulary("bpe", gives_types=False),
+    upgrade_config=_upgrade_config, vocabulary=NewVocabulary("bpe", gives_types=False, ignores_class=True),
     embeddings=Embeddings(
         "embeddings.tok_embeddings", None, None, norm="embeddings.norm", dropout=FromConfig("embedding_dropout")
     ),

@@ -15,7 +15,8 @@ class NewVocabulary(NamedTuple):
     The same, and the rest, tell how a folder without tokenizer.json is read. bare: the files that it has instead, of
     this `kind`; none: a vocab.txt as BERT's. behind: roles whose tokens these files lack, and which get the ids behind
     the last one. mask_takes_space: whether the mask token is read together with the spaces before it. gives_types:
-    whether transformers' tokenizer of the family tells a model which token is of which text, unless its files say more.
+    whether transformers' tokenizer of the model_type tells a model which token is of which text, unless the files say
+    more. ignores_class: transformers takes its generic tokenizer for the model_type, whatever class the files name.
     """
 
     kind: Literal["wordpiece", "bpe", "unigram"] = "wordpiece"
@@ -25,6 +26,7 @@ class NewVocabulary(NamedTuple):
     behind: tuple[str, ...] = ()
     mask_takes_space: bool = False
     gives_types: bool = True
+    ignores_class: bool = False
 
 
 ROBERTA_TOKENS: Mapping[str, str] = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}

@@ -45,5 +45,5 @@ FAMILY = Family(
     final_norm="encoder.LayerNorm",
     norm_first=True,
     positions_from_ids=True,
-    vocabulary=NewVocabulary("unigram", ROBERTA_TOKENS, separators=2, gives_types=False),
+    vocabulary=NewVocabulary("unigram", ROBERTA_TOKENS, separators=2, gives_types=False, ignores_class=True),
 )
