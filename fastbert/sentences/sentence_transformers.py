@@ -6,6 +6,7 @@ trainer needs them to.
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
 from functools import cache
@@ -24,10 +25,20 @@ from fastbert.sentences.similarity import Similarity
 if TYPE_CHECKING:
     from fastbert.sentences.encoder import SentenceEncoder
 
+_SETTINGS = ("default_prompt_name", "similarity_fn_name", "truncate_dim")  # beside the prompts
+
 
 def as_sentence_transformer(encoder: SentenceEncoder) -> Any:
     """See SentenceEncoder.as_sentence_transformer."""
     return _class()(encoder)
+
+
+def _made_again(encoder: SentenceEncoder, settings: dict[str, Any]) -> Any:
+    """Out of a pickle."""
+    made = as_sentence_transformer(encoder)
+    for name, value in settings.items():
+        setattr(made, name, value)
+    return made
 
 
 class PackedTransformer(nn.Module):
@@ -112,18 +123,20 @@ def _class() -> type:
             pool.close()
 
         def save_pretrained(self, path: str, *args: Any, **options: Any) -> None:
-            self._told().save_pretrained(path, *args, **options)
+            """The encoder's folder, with what was set on this model: on a copy, for the encoder is its caller's."""
+            told = copy.copy(self.encoder)
+            for name, value in self._settings().items():
+                setattr(told, name, value)
+            told.save_pretrained(path, *args, **options)
 
         save = save_pretrained
 
         def __reduce__(self) -> Any:
-            return as_sentence_transformer, (self._told(),)
+            return _made_again, (self.encoder, self._settings())
 
-        def _told(self) -> SentenceEncoder:
-            """The encoder, with what was set on this model since it was made."""
-            for name in ("prompts", "default_prompt_name", "similarity_fn_name", "truncate_dim"):
-                setattr(self.encoder, name, getattr(self, name))
-            return self.encoder
+        def _settings(self) -> dict[str, Any]:
+            """What may be set on this model, and does not reach the encoder."""
+            return {"prompts": dict(self.prompts)} | {name: getattr(self, name) for name in _SETTINGS}
 
     return PackedSentenceTransformer
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -122,6 +124,29 @@ def test_a_sentence_transformer_around_an_encoder(tmp_path):
     again = fastbert.SentenceEncoder(tmp_path / "new", device="cpu")
     assert np.array_equal(again.encode(TEXTS), model.encode(TEXTS)) and again.prompts["new"] == "we "
     assert (again.default_prompt_name, again.truncate_dim, again.similarity_fn_name) == ("new", 5, "dot")
+
+
+def settings_of(model):
+    names = ("default_prompt_name", "similarity_fn_name", "truncate_dim", "max_seq_length")
+    return dict(model.prompts), *(getattr(model, name) for name in names)
+
+
+def test_saving_what_is_around_an_encoder_leaves_the_encoder_alone(tmp_path):
+    """In a pickle, a copy and a folder is what was set on the model; the encoder is the caller's."""
+    encoder = fastbert.SentenceEncoder(tiny.write_sentence_model(tmp_path / "old"), device="cpu")
+    vectors, settings = encoder.encode(TEXTS), settings_of(encoder)
+    model = encoder.as_sentence_transformer()
+    model.prompts["new"], model.default_prompt_name, model.similarity_fn_name = "we ", "new", "dot"
+    with model.truncate_sentence_embeddings(4):
+        told, expected = settings_of(model), model.encode(TEXTS)
+        made = [pickle.loads(pickle.dumps(model)), copy.copy(model), copy.deepcopy(model)]
+        model.save_pretrained(str(tmp_path / "new"))
+    made.append(fastbert.SentenceEncoder(tmp_path / "new", device="cpu"))
+    for again in made:
+        assert settings_of(again) == told and np.array_equal(again.encode(TEXTS), expected)
+        again.prompts["mine"] = "a "
+    assert settings_of(encoder) == settings and np.array_equal(encoder.encode(TEXTS), vectors)
+    assert expected.shape == (3, 4) and "mine" not in model.prompts
 
 
 @pytest.mark.parametrize("name", ["TextClassifier", "TokenClassifier", "QuestionAnswerer"])
