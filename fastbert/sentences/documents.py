@@ -55,8 +55,8 @@ class Chunks:
 def cutter_of(model: TextModel, windows: Windows, task: str | None = None) -> Cutter:
     """Raises InputError: windows are longer than the model takes, have no room, or overlap by too much."""
     tokenizer = model.tokenizer_of(task)
-    assert tokenizer.truncation is not None
-    length, overlap = windows.tokens(tokenizer.truncation["max_length"])
+    longest = (tokenizer.truncation or {}).get("max_length", model.max_seq_length)  # the caller may have turned it off
+    length, overlap = windows.tokens(longest)
     is_first = windows.pool == "first"
     limit = 1 if is_first else windows.limit
     return Cutter(tokenizer, length, overlap, with_types=model.has_types, limit=limit, quietly=is_first, at=windows.at)

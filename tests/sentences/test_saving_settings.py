@@ -194,3 +194,16 @@ def test_a_model_card(tmp_path):
     model.save(tmp_path / "new", create_model_card=True)
     assert (tmp_path / "new/README.md").read_text() == "mine"
     assert json.loads((tmp_path / "new/config_sentence_transformers.json").read_text())["model_type"] == "CrossEncoder"
+
+
+def test_a_tokenizer_that_no_longer_cuts(tmp_path):
+    """The folder, sentence-transformers' form and windows go by the model's own length then."""
+    left = {"processor_kwargs": {"truncation_side": "left"}}
+    encoder = fastbert.SentenceEncoder(tiny.write_sentence_model(tmp_path / "old"), device="cpu", max_seq_length=12, **left)
+    expected, windows = encoder.encode(TEXTS), encoder.encode(TEXTS, windows=fastbert.Windows())
+    encoder.tokenizer.no_truncation()
+    encoder.save_pretrained(tmp_path / "new")
+    again = fastbert.SentenceEncoder(tmp_path / "new", device="cpu")
+    assert again.max_seq_length == 12 and np.array_equal(again.encode(TEXTS), expected)
+    assert encoder.as_sentence_transformer().preprocess(TEXTS)["input_ids"].shape[1] == 12
+    assert np.array_equal(encoder.encode(TEXTS, windows=fastbert.Windows()), windows)
