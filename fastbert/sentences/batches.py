@@ -14,6 +14,7 @@ from fastbert.data.tokenized import CHUNK_TEXTS
 from fastbert.errors import InputError
 
 if TYPE_CHECKING:
+    from fastbert.data.windows import Windows
     from fastbert.sentences.signatures import Encode, EncodeSparse, Score
 
 CHUNK_CHARS = 4 << 20  # with CHUNK_TEXTS texts enough to sort well; a token takes some 70 bytes, those cut off, too
@@ -49,16 +50,19 @@ def scores_pairs(method: Callable[..., Any]) -> Score:
     return cast("Score", takes_sentences(method))
 
 
-def check_texts(texts: Any, *, pairs: bool = False) -> list[Any]:
+def check_texts(texts: Any, *, pairs: bool = False, windows: Windows | None = None) -> list[Any]:
     """The texts as a list, and the pairs of texts where they may be there, too.
 
-    Raises TypeError or InputError, naming the first that is none.
+    Raises TypeError or InputError, naming the first that is none; InputError for a pair where texts are cut into
+    `windows`.
     """
     check_iterable("texts", texts, "a string or a list of strings")
     listed = [texts] if isinstance(texts, str) else list(texts)
     for i, text in enumerate(listed):
         if pairs and isinstance(text, (list, tuple)):
             listed[i] = check_pair(f"texts[{i}]", text)
+            if windows is not None:
+                raise InputError(f"windows are for texts, and there are pairs of texts: texts[{i}]")
         else:
             check_text(f"texts[{i}]", text)
     return listed
@@ -105,10 +109,10 @@ def check_text(name: str, text: str) -> None:
 
 
 def chars_of(one: Any) -> int:
-    """Of a text, or of the texts in a tuple; 0 for what is neither, which is looked at later."""
+    """Of a text, or of the texts of a pair; 0 for what is neither, which is looked at later."""
     if isinstance(one, str):
         return len(one)
-    return sum(len(part) for part in one if isinstance(part, str)) if isinstance(one, tuple) else 0
+    return sum(len(part) for part in one if isinstance(part, str)) if isinstance(one, (list, tuple)) else 0
 
 
 def in_chunks(inputs: Iterable[Any], max_inputs: int, *, aligned: bool = False) -> Iterator[list[Any]]:

@@ -187,11 +187,9 @@ class SentenceEncoder(TextModel, HasSimilarity, HasDimensions):
             raise InputError(f"unknown precision {precision!r}; there are {', '.join(PRECISIONS)}")
         if normalize_embeddings and normalize is False:
             raise InputError("normalize_embeddings=True and normalize=False exclude each other")
-        one, listed, as_vectors = (
-            isinstance(inputs, str),
-            check_texts(inputs, pairs=True),
-            output_value == "sentence_embedding",
-        )
+        windows = windows or self.windows
+        one, listed = isinstance(inputs, str), check_texts(inputs, pairs=True, windows=windows)
+        as_vectors = output_value == "sentence_embedding"
         options = inference_options(
             prompt=self.prompt(prompt_name, prompt),
             batch_tokens=batch_tokens,
@@ -200,10 +198,8 @@ class SentenceEncoder(TextModel, HasSimilarity, HasDimensions):
             truncate_dim=truncate_dim,
             on_host=convert_to_numpy and not convert_to_tensor,
             task=task,
-            windows=windows or self.windows,
+            windows=windows,
         )
-        if options.windows is not None and any(isinstance(text, tuple) for text in listed):
-            raise InputError("windows are for texts, and there are pairs of texts")
         if not as_vectors:
             if pool is not None or isinstance(device, list) or precision != "float32" or options.windows is not None:
                 raise InputError(
@@ -226,12 +222,12 @@ class SentenceEncoder(TextModel, HasSimilarity, HasDimensions):
         return vectors[0] if one else list(vectors)
 
     @encodes
-    def encode_query(self, inputs: str | Iterable[str], **options: Any) -> Any:
+    def encode_query(self, inputs: str | Iterable[Text], **options: Any) -> Any:
         """`encode` with the model's prompt for queries, if it has one and no other is asked for."""
         return self.encode(inputs, **self._of_task("query", options))
 
     @encodes
-    def encode_document(self, inputs: str | Iterable[str], **options: Any) -> Any:
+    def encode_document(self, inputs: str | Iterable[Text], **options: Any) -> Any:
         """`encode` with the model's prompt for documents, if it has one and no other is asked for."""
         return self.encode(inputs, **self._of_task("document", options))
 
@@ -292,7 +288,7 @@ class SentenceEncoder(TextModel, HasSimilarity, HasDimensions):
 
     def encode_stream(
         self,
-        texts: Iterable[str],
+        texts: Iterable[Text],
         *,
         batch_tokens: int | None = None,
         normalize: bool | None = None,
@@ -311,6 +307,7 @@ class SentenceEncoder(TextModel, HasSimilarity, HasDimensions):
         `chunk_texts`-th text, or at a multiple of that, gives the same bits.
         `on_batch(texts)` is called after each batch, with its tokens where texts are cut into `windows`;
         `on_cut(texts)` for each chunk, with how many of its texts were longer than `max_seq_length`: they lost ends.
+        Pairs, and errors, are as of `encode`: those of a text when its chunk is reached.
         """
         options = InferenceOptions(
             self.prompt(prompt_name, prompt), batch_tokens, normalize=normalize, truncate_dim=truncate_dim,
@@ -318,12 +315,13 @@ class SentenceEncoder(TextModel, HasSimilarity, HasDimensions):
         )  # fmt: skip
         check_listed("texts", texts, "a list of strings, or what gives them one by one")
         for chunk in in_chunks(texts, chunk_texts, aligned=True):
+            listed = check_texts(chunk, pairs=True, windows=options.windows)
             if options.windows is not None:
-                job = self.job(check_texts(chunk), options)
+                job = self.job(listed, options)
                 vectors = job.run(self.device, batch_tokens, on_tokens=on_batch)
                 yield vectors.cpu().numpy(), len(job.windows.ids)
                 continue
-            made = self.tokenize(check_texts(chunk), options.prompt)
+            made = self.tokenize(listed, options.prompt)
             on_cut(len(made.cut))
             yield self.rows_of(made, options, on_batch).cpu().numpy(), len(made.ids)
 

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from fastbert.data.sentence_folder import Normalize
+from fastbert.data.tokenized import Text
 from fastbert.errors import ConfigError
 from fastbert.models.quantized import is_quantized
-from fastbert.sentences.batches import takes_sentences
+from fastbert.sentences.batches import check_texts, takes_sentences
 from fastbert.sentences.saving import save_tokenizer
 from fastbert.sentences.similarity import Similarity
+from fastbert.sentences.text_model import prompted
 
 if TYPE_CHECKING:
     from fastbert.sentences.encoder import SentenceEncoder
@@ -50,8 +52,8 @@ class PackedTransformer(nn.Module):
         self.tokenizer = tokenizer  # transformers' form of the same one
         self._encoder = encoder
 
-    def preprocess(self, inputs: list[str], prompt: str | None = None, **options: Any) -> dict[str, Any]:
-        texts = [(prompt or "") + text for text in inputs]
+    def preprocess(self, inputs: list[Text], prompt: str | None = None, **options: Any) -> dict[str, Any]:
+        texts = [prompted(prompt or "", one) for one in check_texts(inputs, pairs=True)]
         length = options.get("max_length") or self._encoder.settings.transformer.lengths.get(options.get("task", ""))
         length = length or self.max_seq_length
         features = dict(self.tokenizer(texts, padding=True, truncation=True, max_length=length, return_tensors="pt"))

@@ -20,7 +20,6 @@ from fastbert.sentences.similarity import Precision
 from fastbert.sentences.text_model import Aggregate, Devices
 
 Texts = str | Iterable[Text]
-Plain = str | Iterable[str]
 Pairs = Iterable[Sequence[str]] | Sequence[str]
 Tensors = torch.Tensor | list[torch.Tensor]  # of one input, or of many
 Rows = dict[str, Any] | list[dict[str, Any]]
@@ -114,14 +113,14 @@ class EncodeSparse(Protocol):
 
     @overload
     def __call__(
-        self, inputs: Plain, *arguments: Any, convert_to_tensor: Literal[True] = True, **options: Unpack[OfSparse]
+        self, inputs: Texts, *arguments: Any, convert_to_tensor: Literal[True] = True, **options: Unpack[OfSparse]
     ) -> torch.Tensor: ...
     @overload
     def __call__(
-        self, inputs: Plain, *arguments: Any, convert_to_tensor: Literal[False], **options: Unpack[OfSparse]
+        self, inputs: Texts, *arguments: Any, convert_to_tensor: Literal[False], **options: Unpack[OfSparse]
     ) -> Tensors: ...
     @overload
-    def __call__(self, inputs: Plain, *arguments: Any, convert_to_tensor: bool, **options: Unpack[OfSparse]) -> Any: ...
+    def __call__(self, inputs: Texts, *arguments: Any, convert_to_tensor: bool, **options: Unpack[OfSparse]) -> Any: ...
 
 class Score(Protocol):
     """Reranker.predict."""

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from fastbert import ops
 from fastbert.checkpoint.weight_files import some
 from fastbert.data.sentence_folder import FolderSettings, SpladePooling, read_splade
+from fastbert.data.tokenized import Text
 from fastbert.errors import CheckpointError, InputError
 from fastbert.models.auto import AutoModelForMaskedLM
 from fastbert.models.base import PreTrainedModel
@@ -106,7 +107,7 @@ class SparseEncoder(TextModel, HasSimilarity):
     @encodes_sparse
     def encode(
         self,
-        inputs: str | Iterable[str],
+        inputs: str | Iterable[Text],
         prompt_name: str | None = None,
         prompt: str | None = None,
         batch_size: int | None = None,
@@ -125,7 +126,7 @@ class SparseEncoder(TextModel, HasSimilarity):
         """The vectors of texts, in their order: a sparse COO tensor, float32, (number of texts, dim).
 
         Args:
-            inputs: one string, which gives one vector (dim,), or many.
+            inputs: one string, which gives one vector (dim,), or many; some may be tuples of two, read as one input.
             prompt_name, prompt, batch_size, show_progress_bar, device, batch_tokens: as for SentenceEncoder.encode.
             convert_to_tensor: False gives a list of vectors.
             convert_to_sparse_tensor: False gives dense ones.
@@ -135,7 +136,7 @@ class SparseEncoder(TextModel, HasSimilarity):
         Raises:
             As SentenceEncoder.encode.
         """
-        one, listed = isinstance(inputs, str), check_texts(inputs)
+        one, listed = isinstance(inputs, str), check_texts(inputs, pairs=True)
         if isinstance(device, list):
             raise InputError("a SparseEncoder runs on one device")
         options = InferenceOptions(
@@ -153,12 +154,12 @@ class SparseEncoder(TextModel, HasSimilarity):
         return vectors if convert_to_tensor else list(vectors)
 
     @encodes_sparse
-    def encode_query(self, inputs: str | Iterable[str], **options: Any) -> Any:
+    def encode_query(self, inputs: str | Iterable[Text], **options: Any) -> Any:
         """`encode` with the model's prompt for queries, if it has one and no other is asked for."""
         return self.encode(inputs, **self._of_task("query", options))
 
     @encodes_sparse
-    def encode_document(self, inputs: str | Iterable[str], **options: Any) -> Any:
+    def encode_document(self, inputs: str | Iterable[Text], **options: Any) -> Any:
         """`encode` with the model's prompt for documents, if it has one and no other is asked for."""
         return self.encode(inputs, **self._of_task("document", options))
 
@@ -201,7 +202,7 @@ class SparseEncoder(TextModel, HasSimilarity):
         return [(self.tokenizer.id_to_token(words[i]), weights[i]) for i in order]
 
     def rows(
-        self, inputs: list[str], options: InferenceOptions, on_batch: Callable[[int], Any] = lambda texts: None
+        self, inputs: list[Text], options: InferenceOptions, on_batch: Callable[[int], Any] = lambda texts: None
     ) -> torch.Tensor:
         device = torch.device("cpu") if options.on_host else self.device
         found: list[torch.Tensor] = [torch.zeros(0, device=device)] * len(inputs)  # the weights that are not 0

@@ -73,6 +73,40 @@ def test_pairs_of_a_model_without_types(tmp_path, library):
     assert_as_theirs(ours, theirs, lambda model: model.encode(PAIRS))
 
 
+def test_pairs_of_a_sparse_encoder(tmp_path, library):
+    folder = tiny.write_model(tmp_path, head="MaskedLM")
+    ours, theirs = fastbert.SparseEncoder(folder, device="cpu"), library.SparseEncoder(str(folder), device="cpu")
+    for options in ({}, {"prompt": "we "}):
+        assert_as_theirs(ours, theirs, lambda model, options=options: model.encode(PAIRS, **options))
+    assert_as_theirs(ours, theirs, lambda model: model.encode_query(PAIRS[:1]))
+    types = ours.model.base_model.embeddings.token_type_embeddings.weight
+    told = ours.encode(PAIRS[:1]).to_dense()
+    types.data[1] += 1.0
+    assert not torch.allclose(ours.encode(PAIRS[:1]).to_dense(), told)  # the second text's tokens are of type 1
+    with pytest.raises(TypeError, match=r"texts\[1\] has 3 parts"):
+        ours.encode(["a", ("a", "b", "c")])
+
+
+def test_a_stream_of_pairs(ours):
+    chunks = [vectors for vectors, _ in ours.encode_stream(iter(PAIRS), chunk_texts=2)]
+    assert np.array_equal(np.concatenate(chunks), np.concatenate([ours.encode(PAIRS[:2]), ours.encode(PAIRS[2:])]))
+    with pytest.raises(InputError, match=r"windows are for texts, and there are pairs of texts: texts\[1\]"):
+        list(ours.encode_stream([PAIRS[2], PAIRS[0]], windows=fastbert.Windows()))
+
+
+@pytest.mark.parametrize("call", ("preprocess", "tokenize"))
+def test_pairs_become_what_the_wrappers_modules_take(ours, folder, library, call):
+    """As sentence-transformers' own: ids, types and vectors; the encoder's ids, too."""
+    wrapped, theirs = ours.as_sentence_transformer(), library.SentenceTransformer(str(folder), device="cpu")
+    for options in ({}, {"prompt": "we "}):
+        found, wanted = (getattr(model, call)(PAIRS, **options) for model in (wrapped, theirs))
+        for name in ("input_ids", "token_type_ids", "attention_mask"):
+            assert torch.equal(found[name], wanted[name])
+        made = ours.tokenize([tuple(PAIRS[0])], options.get("prompt", ""))
+        assert found["input_ids"][0][: len(made.ids)].tolist() == made.ids.tolist()
+    assert_as_theirs(wrapped, theirs, lambda model: model(getattr(model, call)(PAIRS))["sentence_embedding"])
+
+
 def test_what_is_no_pair(ours):
     for message, inputs in {
         "texts[1] has 3 parts": ["a", ("a", "b", "c")],
