@@ -68,23 +68,29 @@ def check_texts(texts: Any, *, pairs: bool = False, windows: Windows | None = No
     return listed
 
 
-def check_iterable(name: str, given: Any, wanted: str) -> None:
+def check_iterable(name: str, given: Any, wanted: str, *, pairs: bool = False) -> None:
     """Raises TypeError for what gives no inputs, or other ones than are meant: the names of a table's columns."""
     if hasattr(given, "columns"):  # of pandas, Polars, Arrow
-        raise TypeError(f"{name} is a {type(given).__name__}; give one of its columns, such as table[{_one_of(given)}]")
+        raise TypeError(f"{name} is a {type(given).__name__}; {_of_table(given, pairs)}")
     if isinstance(given, (bytes, Mapping)) or not isinstance(given, Iterable):
         raise TypeError(f"{name} is a {type(given).__name__}; it must be {wanted}")
 
 
-def check_listed(name: str, given: Any, wanted: str) -> None:
+def check_listed(name: str, given: Any, wanted: str, *, pairs: bool = False) -> None:
     """The same where a text by itself would be taken for a list of letters."""
     if isinstance(given, str):
         raise TypeError(f"{name} is a str; it must be {wanted}")
-    check_iterable(name, given, wanted)
+    check_iterable(name, given, wanted, pairs=pairs)
 
 
-def _one_of(table: Any) -> str:
-    return repr(next(iter(getattr(table, "column_names", table.columns)), "text"))
+def _of_table(table: Any, pairs: bool) -> str:
+    """How its columns are given. Arrow's are of scalars, which are no strings."""
+    is_arrow = hasattr(table, "column_names")
+    columns = [*(table.column_names if is_arrow else table.columns), "text", "text"]
+    first, second = (f"table[{column!r}]{'.to_pylist()' if is_arrow else ''}" for column in columns[:2])
+    if pairs:
+        return f"give two of its columns as pairs, such as list(zip({first}, {second}))"
+    return f"give one of its columns, such as {first}"
 
 
 def check_pair(name: str, pair: Any) -> tuple[str, str]:

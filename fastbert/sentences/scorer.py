@@ -175,7 +175,7 @@ def label_probabilities(logits: torch.Tensor, problem_type: str | None) -> torch
 
 def check_pairs(inputs: Any) -> tuple[list[tuple[str, str]], bool]:
     """The pairs, and whether one was given by itself."""
-    check_listed("inputs", inputs, "a list of pairs of texts")
+    check_listed("inputs", inputs, "a list of pairs of texts", pairs=True)
     listed = list(inputs)
     if listed and isinstance(listed[0], str):
         return [check_pair("inputs", listed)], True

@@ -12,7 +12,7 @@ import fastbert
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    heads = {"vectors": "Model", "label": "SequenceClassification", "tags": "TokenClassification"}
+    heads = {"vectors": "Model", "label": "SequenceClassification", "tags": "TokenClassification", "answers": "QuestionAnswering"}
     made = {name: tiny.write_model(root / name, head=head) for name, head in heads.items()}
     return made | {"score": tiny.write_model(root / "score", head="SequenceClassification", num_labels=1)}
 
@@ -38,7 +38,6 @@ def test_a_table_is_no_list_of_texts(at, folders):
         lambda given: list(encoder.encode_chunks_stream(given)),
         classifier.predict,
         fastbert.TokenClassifier(folders["tags"], device="cpu").predict,
-        reranker.predict,
         lambda given: reranker.rank("who", given),
     ):
         with pytest.raises(
@@ -47,10 +46,23 @@ def test_a_table_is_no_list_of_texts(at, folders):
             call(table)
 
 
+@pytest.mark.parametrize("at", (0, 1), ids=("pandas", "arrow"))
+def test_a_table_is_no_list_of_pairs(at, folders):
+    """Nor is one of its columns; what the message says to give is a list of pairs."""
+    table = tables()[at]
+    reranker = fastbert.Reranker(folders["score"], device="cpu")
+    for model in (reranker, fastbert.QuestionAnswerer(folders["answers"], device="cpu")):
+        with pytest.raises(TypeError, match=r"give two of its columns as pairs, such as list\(zip\(table") as told:
+            model.predict(table)
+    pairs = eval(str(told.value).partition("such as ")[2], {"table": table})
+    assert pairs == [("the cat", "1"), ("a dog", "2")] and reranker.predict(pairs).shape == (2,)
+
+
 def test_a_column_of_a_table(folders):
     encoder = fastbert.SentenceEncoder(folders["vectors"], device="cpu")
-    table, _ = tables()
-    assert np.array_equal(encoder.encode(table["text"]), encoder.encode(list(table["text"])))
+    frame, table = tables()
+    assert np.array_equal(encoder.encode(frame["text"]), encoder.encode(list(frame["text"])))
+    assert np.array_equal(encoder.encode(frame["text"]), encoder.encode(table["text"].to_pylist()))
 
 
 def test_a_text_is_no_list_of_letters(folders):
