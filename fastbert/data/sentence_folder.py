@@ -147,10 +147,16 @@ def transformer_folder(root: Path, kinds: tuple[str, ...] = ("Transformer",)) ->
 def check_alone(root: Path) -> None:
     """Raise ConfigError if anything follows the Transformer: a Reranker runs nothing more."""
     if others := [name for name, _ in _list_modules(root)[1:]]:
-        raise ConfigError(
-            f"{root} is an encoder of texts, without a head that scores or classifies: {root / 'modules.json'} has"
-            f" {', '.join(others)} behind the Transformer. Load it as a SentenceEncoder"
-        )
+        raise _is_encoder(root, others)
+
+
+def _is_encoder(root: Path, others: list[str]) -> ConfigError:
+    """What a class says of the folder of another one, by the modules behind the Transformer."""
+    loads_it = "SparseEncoder" if "SpladePooling" in others else "SentenceEncoder"
+    return ConfigError(
+        f"{root} is an encoder of texts, without a head that scores or classifies: {root / 'modules.json'} has"
+        f" {', '.join(others)} behind the Transformer. Load it as a {loads_it}"
+    )
 
 
 def transformer_settings(folder: Path, task: str = "feature-extraction") -> TransformerSettings:
@@ -262,6 +268,8 @@ def read_splade(root: Path) -> SpladePooling:
     if not modules:
         return SpladePooling()
     names = [name for name, _ in modules]
+    if "Pooling" in names:
+        raise _is_encoder(root, names[1:])
     if names[1:] != ["SpladePooling"]:
         raise ConfigError(f"{root / 'modules.json'} has {', '.join(names)}; a SparseEncoder has SpladePooling second")
     path = modules[1][1] / "config.json"

@@ -78,9 +78,14 @@ def test_what_is_no_sparse_encoder(tmp_path):
     plain = tiny.write_model(tmp_path / "plain")
     with pytest.raises(CheckpointError, match="has no masked-LM head: it lacks"), pytest.warns(UserWarning):
         fastbert.SparseEncoder.from_pretrained(plain)
-    tiny.write_modules(plain, "Pooling")
+    tiny.write_modules(plain, "LayerNorm")
     with pytest.raises(ConfigError, match="a SparseEncoder has SpladePooling second"):
         fastbert.SparseEncoder.from_pretrained(plain)
+    wrong_class = {"SentenceEncoder": ("Pooling", fastbert.SparseEncoder), "SparseEncoder": ("SpladePooling", fastbert.Reranker)}
+    for right, (module, kind) in wrong_class.items():
+        tiny.write_modules(plain, module)
+        with pytest.raises(ConfigError, match=f"is an encoder of texts.*has {module} behind.* Load it as a {right}$"):
+            kind(plain)
     ours = fastbert.SparseEncoder.from_pretrained(tiny.write_model(tmp_path / "lm", head="MaskedLM"), device="cpu")
     wrong = {"max_active_dims is 0": {"max_active_dims": 0}, "runs on one device": {"device": ["cpu"]}}
     for message, options in wrong.items():
