@@ -17,6 +17,11 @@ from typing import Any, ClassVar, TypeVar
 from fastbert.errors import ConfigError
 from fastbert.messages import did_you_mean
 
+HASH_LINES = ("auto", "comment", "word")
+HASH_LINES_HELP = (
+    "what a line of a CoNLL file that begins with # is, where it may be a comment or a word; auto: an error that asks"
+)
+
 Options = TypeVar("Options", bound="RunOptions")
 
 
@@ -137,6 +142,7 @@ class FinetuneOptions(RunOptions):
         choices=("auto", "names", "multi_hot"),
         group="task",
     )
+    hash_lines: str = option("auto", HASH_LINES_HELP, choices=HASH_LINES, group="task")
     class_weights: tuple[str, ...] = option(
         (), "how much a class counts in the loss: balanced, or a number for each", group="task"
     )

@@ -132,6 +132,9 @@ def test_entities_are_those_of_transformers_pipeline(models, tmp_path):
     assert_close_to_theirs(*([float(e["score"]) for e in each] for each in (found["entities"], wanted, exact)))
     (tmp_path / "a.conll").write_text("\n".join(text.split()) + "\n\n")
     assert rows_of(models["tokens"], tmp_path / "a.conll") == [found]
+    (tmp_path / "a.conll").write_text("# x\n" + "".join(f"{word} y\n" for word in text.split()))
+    assert "line 1: '# x' may be a comment, or a word" in fails("predict", models["tokens"], tmp_path / "a.conll")
+    assert rows_of(models["tokens"], tmp_path / "a.conll", "--hash-lines", "comment") == [found]
 
 
 def test_answers_to_questions(models, tmp_path):

@@ -136,3 +136,58 @@ def test_comments_of_conll_files(tmp_path):
     path.write_text("cat O\n# id 1\ndog B-X\n")
     with pytest.raises(InputError, match="line 2: '# id 1' may be a comment"):
         read_conll(path)
+
+
+def words_and_tags(path, text, **options):
+    from fastbert.training.finetuning.inputs.tagged import read_conll
+
+    path.write_text(text)
+    return [" ".join(f"{word}/{tag}" for word, tag in found) for found in read_conll(path, **options)]
+
+
+@pytest.mark.parametrize(
+    "text,wanted",
+    (
+        ("#\tSYM\n200\tCD\n", ["#/SYM 200/CD"]),  # of a tag that no other word has
+        ("No\tDT\n\n#\t#\n200\tCD\n", ["No/DT", "#/# 200/CD"]),
+        ("#\tSYM\n", ["#/SYM"]),
+        ("# id 1\nNo\tIN\tDT\n\n# id 2\n#\tx\tSYM\n", ["No/DT", "#/SYM"]),  # by tabs three columns are another thing
+        ("#begin document\ncat O\n\n#end document\n", ["cat/O"]),
+    ),
+)
+def test_lines_of_conll_files_that_are_clear(text, wanted, tmp_path):
+    assert words_and_tags(tmp_path / "a.conll", text) == wanted
+
+
+@pytest.mark.parametrize(
+    "text,lines,as_words,as_comments",
+    (
+        ("No DT\n\n# #\n200 CD\n", r"line 3: '# #' may be", ["No/DT", "#/# 200/CD"], ["No/DT", "200/CD"]),
+        (
+            "# #\n200 CD\n# SYM\n\n# id\nNo DT\n",
+            r"line 1: '# #' may be .*and 2 more: lines 3, 5\): say --hash-lines comment, or word",
+            ["#/# 200/CD #/SYM", "#/id No/DT"],
+            ["200/CD", "No/DT"],
+        ),
+        ("cat O\n# id 1\ndog B-X\n", r"line 2: '# id 1' may be", ["cat/O #/1 dog/B-X"], ["cat/O dog/B-X"]),
+        ("# #\n", r"line 1: '# #' may be", ["#/#"], []),
+    ),
+)
+def test_lines_of_conll_files_that_may_be_either_are_asked_for(text, lines, as_words, as_comments, tmp_path):
+    path = tmp_path / "a.conll"
+    with pytest.raises(InputError, match=lines):
+        words_and_tags(path, text)
+    assert words_and_tags(path, text, hash_lines="word") == as_words
+    assert words_and_tags(path, text, hash_lines="comment") == as_comments
+
+
+def test_what_the_option_says_is_of_lines_that_may_be_either(tmp_path):
+    text = "# id = 1\ncat O\n# O\n# X\n"
+    assert words_and_tags(tmp_path / "a.conll", text, hash_lines="word") == ["cat/O #/O #/X"]
+    assert words_and_tags(tmp_path / "a.conll", text, hash_lines="comment") == ["cat/O #/O"]
+
+
+def test_a_fine_tuning_is_told_what_a_line_is(tmp_path):
+    (tmp_path / "a.conll").write_text("No DT\n\n# #\n200 CD\n")
+    task = task_of(base(tmp_path), str(tmp_path / "a.conll"), task="tokens", hash_lines="word")
+    assert set(task.labels.names) == {"#", "CD", "DT"}

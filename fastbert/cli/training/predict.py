@@ -21,6 +21,7 @@ from fastbert.cli.parser import (
 from fastbert.cli.stopping import raise_if_stopped, say
 from fastbert.data.text_files import TEXT_KINDS, check_source, name_of, read_rows
 from fastbert.messages import absent, install
+from fastbert.training.options import HASH_LINES, HASH_LINES_HELP
 
 
 def add(commands: Any) -> None:
@@ -46,6 +47,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--output", metavar="OUT", type=Path, default=STDOUT, help="a .jsonl, a .csv, a .parquet, or - (default)"
     )
+    parser.add_argument("--hash-lines", choices=HASH_LINES, default="auto", help=f"{HASH_LINES_HELP} (the default)")
     parser.add_argument("--all", action="store_true", help="the probabilities of all labels, in a column each")
     parser.add_argument(
         "--threshold", metavar="P", type=_share, default=0.5,
@@ -93,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     if usage.task == "classification":
         extra |= {"threshold": options.threshold, "every": options.all}
     with open_rows(options.output, kind.examples) as rows, progress_bar(None, None, desc="predicting", delay=0) as bar:
-        for chunk in in_chunks(_rows(options.file, options.columns, usage), CHUNK_INPUTS):
+        for chunk in in_chunks(_rows(options, usage), CHUNK_INPUTS):
             columns = {name: [row[name] for row in chunk] for name in chunk[0]}
             rows.write(kind.columns(model, columns, **extra))
             bar.update(len(chunk))
@@ -105,19 +107,20 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _rows(path: Path, given: Sequence[str] | None, usage: Any) -> Iterator[dict[str, Any]]:
+def _rows(options: argparse.Namespace, usage: Any) -> Iterator[dict[str, Any]]:
     """What the model reads of each row, by the columns' names."""
     from fastbert.training.finetuning.inputs.squad import load_questions
     from fastbert.training.finetuning.inputs.tagged import read_conll
     from fastbert.training.finetuning.readers import input_columns
 
+    path, given = options.file, options.columns
     if usage.task == "qa" and path.suffix == ".json":
         found = load_questions([str(path)], "test", with_answers=False)
         for question, context in zip(found.questions, found.contexts, strict=True):
             yield {"question": question, "context": context}
         return
     if usage.task == "tokens" and path.suffix in (".conll", ".bio", ".iob", ".iob2"):
-        for text in read_conll(path, with_tags=False):
+        for text in read_conll(path, with_tags=False, hash_lines=options.hash_lines):
             yield {"text": [word for word, _ in text]}
         return
     names: tuple[str, ...] = tuple(given or ())

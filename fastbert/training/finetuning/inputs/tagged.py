@@ -17,6 +17,7 @@ from fastbert.training.options import FinetuneOptions
 CONLL = (".conll", ".bio", ".iob", ".iob2", ".txt")  # the ends of names of files with a word a line
 WORDS = ("tokens", "words")
 _MAY_BE_COMMENT = re.compile(r"#\s|#(begin|end) document\b")  # "#" may be a word, too
+_OF_DOCUMENTS = re.compile(r"#(begin|end) document\b")
 _TAG = re.compile(r"O|[BIESLUM]-\S+")
 _TAGS = ("ner_tags", "tags", "labels", "pos_tags", "label")
 
@@ -49,7 +50,7 @@ def load_tagged(options: FinetuneOptions) -> tuple[Tagged, Tagged | None, tuple[
 def _load(names: Sequence[str], options: FinetuneOptions, split: str) -> Tagged:
     name = ", ".join(names)
     if all(is_conll(path) for path in names):
-        texts = [text for path in names for text in read_conll(Path(path))]
+        texts = [text for path in names for text in read_conll(Path(path), hash_lines=options.hash_lines)]
         tagged = Tagged(
             [[word for word, _ in text] for text in texts], [[tag for _, tag in text] for text in texts], name
         )
@@ -68,9 +69,12 @@ def is_conll(path: str) -> bool:
     return kind_of(Path(path)) in CONLL
 
 
-def read_conll(path: Path, *, with_tags: bool = True) -> list[list[tuple[str, str]]]:
+def read_conll(path: Path, *, with_tags: bool = True, hash_lines: str = "auto") -> list[list[tuple[str, str]]]:
     """(word, tag) of each text: the first column and the last one, by tabs or blanks; a blank line ends a text.
     Comments above a text ("# id 1", "#begin document") are left out.
+
+    hash_lines: what a line that begins with "# " is where the file does not tell, "comment" or "word"; "auto": an
+    error..
 
     Raises InputError, naming the line: a word without a tag, or what may be a comment or a word.
     """
@@ -80,26 +84,66 @@ def read_conll(path: Path, *, with_tags: bool = True) -> list[list[tuple[str, st
         raise InputError(str(error)) from None
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
-    rows = [line.split("\t" if "\t" in line else None) if line else [] for line in lines]
-    words = [row for row, line in zip(rows, lines, strict=True) if row and not _MAY_BE_COMMENT.match(line)]
-    widths, tags = set(map(len, words)), {row[-1].strip() for row in words}
+    rows = [[part.strip() for part in line.split("\t" if "\t" in line else None)] for line in lines]
+    words = _Words.of(lines, rows)
     texts: list[list[tuple[str, str]]] = [[]]
+    unclear = list[int]()
     for number, (line, columns) in enumerate(zip(lines, rows, strict=True), 1):
-        if not columns:
+        if not line:
             texts.append([])
-        elif _MAY_BE_COMMENT.match(line):
-            is_tag = columns[-1].strip() in tags or _TAG.fullmatch(columns[-1].strip()) is not None
-            is_word = is_tag and (len(columns) in widths or not widths)
-            if not is_word and (is_tag or texts[-1]):
-                what = f"{line!r:.80} may be a comment, or a word with a tag"
-                raise InputError(f"{path}, line {number}: {what}: leave it out")
-            if is_word:
-                texts[-1].append((columns[0].strip(), columns[-1].strip()))
-        elif columns[0] != "-DOCSTART-":
-            if with_tags and len(columns) < 2:
-                raise InputError(f"{path}, line {number}: {line!r} is no word with a tag")
-            texts[-1].append((columns[0].strip(), columns[-1].strip()))
+            continue
+        is_word: bool | None = columns[0] != "-DOCSTART-"
+        if _MAY_BE_COMMENT.match(line):
+            is_word = words.has(line, columns, is_first=not texts[-1])
+            if is_word is None and hash_lines == "auto":
+                unclear.append(number)
+            is_word = hash_lines == "word" if is_word is None else is_word
+        elif is_word and with_tags and len(columns) < 2:
+            raise InputError(f"{path}, line {number}: {line!r} is no word with a tag")
+        if is_word:
+            texts[-1].append((columns[0], columns[-1]))
+    if unclear:
+        raise _unclear(path, lines, unclear)
     return [text for text in texts if text]
+
+
+@dataclass(frozen=True)
+class _Words:
+    """What a file's words look like, by the lines that are no comments for sure: the shapes of lines, whether they have
+    tabs and how many columns, and the tags.
+    """
+
+    shapes: set[tuple[bool, int]]
+    tags: set[str]
+
+    @classmethod
+    def of(cls, lines: Sequence[str], rows: Sequence[list[str]]) -> _Words:
+        made = cls(set(), set())
+        for line, columns in zip(lines, rows, strict=True):
+            if line and columns[0] != "-DOCSTART-" and not _MAY_BE_COMMENT.match(line):
+                made.shapes.add(("\t" in line, len(columns)))
+                made.tags.add(columns[-1])
+        return made
+
+    def has(self, line: str, columns: list[str], *, is_first: bool) -> bool | None:
+        """Whether a line is a word, and no comment; None: it may be either."""
+        has_tab = "\t" in line
+        is_like_words = (has_tab, len(columns)) in self.shapes or not self.shapes
+        is_tagged = columns[-1] in self.tags or _TAG.fullmatch(columns[-1]) is not None
+        if is_like_words and (is_tagged or (has_tab and columns[0] == "#")):
+            return True
+        if is_first and not is_tagged and (not is_like_words or _OF_DOCUMENTS.match(line)):
+            return False
+        return None
+
+
+def _unclear(path: Path, lines: Sequence[str], numbers: Sequence[int]) -> InputError:
+    more = f" (and {len(numbers) - 1} more: lines {', '.join(map(str, numbers[1:6]))}" if len(numbers) > 1 else ""
+    more += "" if not more else ", ...)" if len(numbers) > 6 else ")"
+    return InputError(
+        f"{path}, line {numbers[0]}: {lines[numbers[0] - 1]!r:.80} may be a comment, or a word with a tag{more}: say"
+        " --hash-lines comment, or word. Where a file has both, tabs between the columns tell them apart"
+    )
 
 
 def _first(columns: Sequence[str], usual: Sequence[str], where: str, what: str) -> str:
