@@ -130,7 +130,7 @@ def test_entities_are_those_of_transformers_pipeline(models, tmp_path):
     assert [[e[k] for k in keys] for e in found["entities"]] == [[e[k] for k in keys] for e in wanted]
     assert [e["label"] for e in found["entities"]] == [e["entity_group"] for e in wanted]
     assert_close_to_theirs(*([float(e["score"]) for e in each] for each in (found["entities"], wanted, exact)))
-    (tmp_path / "a.conll").write_text("\n".join(text.split()) + "\n\n")
+    (tmp_path / "a.conll").write_text("# text = " + text + "\n" + "\n".join(text.split()) + "\n\n")
     assert rows_of(models["tokens"], tmp_path / "a.conll") == [found]
     (tmp_path / "a.conll").write_text("# x\n" + "".join(f"{word} y\n" for word in text.split()))
     assert "line 1: '# x' may be a comment, or a word" in fails("predict", models["tokens"], tmp_path / "a.conll")

@@ -191,3 +191,8 @@ def test_a_fine_tuning_is_told_what_a_line_is(tmp_path):
     (tmp_path / "a.conll").write_text("No DT\n\n# #\n200 CD\n")
     task = task_of(base(tmp_path), str(tmp_path / "a.conll"), task="tokens", hash_lines="word")
     assert set(task.labels.names) == {"#", "CD", "DT"}
+
+
+def test_words_alone_with_comments(tmp_path):
+    text = "# newdoc\n# text = he saw .\nhe\nsaw\n# text = x\n#\n.\n"
+    assert words_and_tags(tmp_path / "a.conll", text, with_tags=False) == ["he/he saw/saw #/# ./."]

@@ -74,7 +74,7 @@ def read_conll(path: Path, *, with_tags: bool = True, hash_lines: str = "auto") 
     Comments above a text ("# id 1", "#begin document") are left out.
 
     hash_lines: what a line that begins with "# " is where the file does not tell, "comment" or "word"; "auto": an
-    error..
+    error. Without tags, lines with more columns than any word has are comments.
 
     Raises InputError, naming the line: a word without a tag, or what may be a comment or a word.
     """
@@ -94,7 +94,7 @@ def read_conll(path: Path, *, with_tags: bool = True, hash_lines: str = "auto") 
             continue
         is_word: bool | None = columns[0] != "-DOCSTART-"
         if _MAY_BE_COMMENT.match(line):
-            is_word = words.has(line, columns, is_first=not texts[-1])
+            is_word = words.has(line, columns, is_first=not texts[-1], with_tags=with_tags)
             if is_word is None and hash_lines == "auto":
                 unclear.append(number)
             is_word = hash_lines == "word" if is_word is None else is_word
@@ -125,11 +125,13 @@ class _Words:
                 made.tags.add(columns[-1])
         return made
 
-    def has(self, line: str, columns: list[str], *, is_first: bool) -> bool | None:
+    def has(self, line: str, columns: list[str], *, is_first: bool, with_tags: bool) -> bool | None:
         """Whether a line is a word, and no comment; None: it may be either."""
         has_tab = "\t" in line
         is_like_words = (has_tab, len(columns)) in self.shapes or not self.shapes
         is_tagged = columns[-1] in self.tags or _TAG.fullmatch(columns[-1]) is not None
+        if not with_tags and self.shapes and len(columns) > max(width for _, width in self.shapes):
+            return False
         if is_like_words and (is_tagged or (has_tab and columns[0] == "#")):
             return True
         if is_first and not is_tagged and (not is_like_words or _OF_DOCUMENTS.match(line)):
