@@ -196,3 +196,36 @@ def test_a_fine_tuning_is_told_what_a_line_is(tmp_path):
 def test_words_alone_with_comments(tmp_path):
     text = "# newdoc\n# text = he saw .\nhe\nsaw\n# text = x\n#\n.\n"
     assert words_and_tags(tmp_path / "a.conll", text, with_tags=False) == ["he/he saw/saw #/# ./."]
+
+
+HOT_TEXTS = (["1,0,0", "0,1,1"], ["1, 0, 0", "0, 1, 1"], ["true,false,false", "False,True,True"])
+
+
+@pytest.mark.parametrize("values", (*HOT_TEXTS, (["1", "0", "0"], ["0", "1", "1"])))
+def test_multi_hot_rows_that_are_texts(values, tmp_path):
+    assert meaning(tmp_path, labelled(tmp_path, values), problem_type=SEVERAL) == (SEVERAL, NAMES, list(HOT))
+
+
+def test_multi_hot_rows_of_a_csv(tmp_path):
+    (tmp_path / "a.csv").write_text('text,label\nx,"1,0,0"\ny,"0,1,1"\nz,"1,0,1"\n')
+    for options in ({"problem_type": SEVERAL}, {"problem_type": SEVERAL, "label_type": "multi_hot"}):
+        assert meaning(tmp_path, str(tmp_path / "a.csv"), **options) == (SEVERAL, NAMES, list(HOT))
+    with pytest.raises(InputError, match=r"label is '1,0,0', .* a label by itself\? Say --problem-type multi_label_cl"):
+        task_of(base(tmp_path), str(tmp_path / "a.csv"))
+    found = meaning(tmp_path, str(tmp_path / "a.csv"), problem_type=ONE)
+    assert found == (ONE, ("0,1,1", "1,0,0", "1,0,1"), [1, 0])
+
+
+@pytest.mark.parametrize(
+    "values,options,error",
+    (
+        (["1,0", "0,1"], {}, r"label is '1,0', '0,1', .* --label-type multi_hot, or names"),
+        (["1,0,1", "0,1"], {}, r"label is '1,0,1', '0,1', .* --label-type multi_hot, or names"),  # a row that is wrong
+        ([[1, 0, 1], [0, 1]], {}, r"label is \[1, 0, 1\], \[0, 1\], .* --label-type multi_hot, or names"),
+        (["1,0,1", "0,1"], {"label_type": "multi_hot"}, r"row 2: label is '0,1'; it must be .* each of the 3 labels"),
+        (["1,0,1", "0,1,a"], {"label_type": "multi_hot"}, r"row 2: label is '0,1,a'; it must be a 0 or a 1"),
+    ),
+)
+def test_multi_hot_rows_of_several_shapes(values, options, error, tmp_path):
+    with pytest.raises(InputError, match=error):
+        task_of(base(tmp_path), labelled(tmp_path, values), problem_type=SEVERAL, **options)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _ABSENT = ("na", "n/a", "null", "none")  # in a column of numbers: no label
+_BITS = {"0": 0, "1": 1, "0.0": 0.0, "1.0": 1.0, "false": 0, "true": 1}  # of multi-hot rows, where they are texts
 Problem = Literal["single_label_classification", "multi_label_classification", "regression"]
 
 
@@ -57,13 +58,14 @@ class Labels:
         if self.problem == "regression":
             return np.array([number_of(value, where, i, self.column) for i, value in enumerate(values)], np.float32)
         if self.is_multi_hot:
-            for i, value in enumerate(values):
-                if not _is_multi_hot(value) or len(value) != len(self.names):
+            rows_of_bits = [_bits_of(value) for value in values]
+            for i, (value, bits) in enumerate(zip(values, rows_of_bits, strict=True)):
+                if len(bits) != len(self.names):
                     raise InputError(
                         f"{where}, row {i + 1}: {self.column} is {value!r:.80}; it must be a 0 or a 1 for each of the"
                         f" {len(self.names)} labels"
                     )
-            return np.array(values, np.float32)
+            return np.array(rows_of_bits, np.float32)
         place = {name: i for i, name in enumerate(self.names)}
         if self.problem == "single_label_classification":
             return np.array([self._place(place, value, where, i) for i, value in enumerate(values)], np.int64)
@@ -102,7 +104,8 @@ def find_labels(rows: Dataset, column: str, where: str, problem: str, kind: str 
     if not is_several and any(isinstance(value, list) for value in values):
         raise InputError(f"{where}: {column} holds lists, and problem_type {problem} has one label a row")
     if is_several and class_names(rows, column) == () and _are_multi_hot(values, kind, first):
-        return Labels(problem, tuple(f"LABEL_{i}" for i in range(len(values[0]))), column, True)  # type: ignore[arg-type]
+        width = len(_bits_of(values[0]))
+        return Labels(problem, tuple(f"LABEL_{i}" for i in range(width)), column, True)  # type: ignore[arg-type]
     found = {name for value in values for name in several(value)} if is_several else set(values)
     names = class_names(rows, column) or tuple(str(value) for value in in_order(found))
     if len(names) < (1 if is_several else 2):
@@ -190,6 +193,10 @@ def class_weights(given: Sequence[str], labels: Labels, values: np.ndarray) -> n
 def _problem_of(values: list[Any], first: str) -> Problem:
     if isinstance(values[0], list) or any(_is_list_as_text(value) for value in values):
         return "multi_label_classification"
+    rows_of_bits = [_bits_of(value) for value in values if isinstance(value, str) and "," in value]
+    if len(rows_of_bits) == len(values) and (_is_of_one_width(rows_of_bits) or _has_doubles(rows_of_bits)):
+        several_or_one = "--problem-type multi_label_classification, or single_label_classification"
+        raise InputError(f"{first}: a 0 or a 1 for each label, or a label by itself? Say {several_or_one}")
     if not all(map(is_number, values)) or all(_is_whole(value) for value in values):
         return "single_label_classification"
     if all(float(value).is_integer() for value in values):  # such as 1.0
@@ -207,18 +214,33 @@ def _are_multi_hot(values: list[Any], kind: str, first: str) -> bool:
         raise InputError(f"{first}: lists written as texts. Give lists in a .jsonl or a .parquet, or names with commas")
     if kind != "auto":
         return kind == "multi_hot"
-    one_width = all(isinstance(value, list) for value in values) and len({len(value) for value in values}) == 1
-    if one_width and all(map(_is_multi_hot, values)):
-        if any(len(set(value)) < len(value) or isinstance(value[0], float) for value in values):  # no set of names
-            return True
+    rows_of_bits = [_bits_of(value) for value in values]
+    is_even, is_no_set = _is_of_one_width(rows_of_bits), _has_doubles(rows_of_bits)
+    if is_even and (is_no_set or any(isinstance(bits[0], float) for bits in rows_of_bits)):
+        return True
+    if is_even or is_no_set:
         raise InputError(f"{first}: a 0 or a 1 for each label, or names? Say --label-type multi_hot, or names")
     if any(isinstance(one, float) for value in values for one in several(value)):
         raise InputError(f"{first}: fractions are no names of labels. Say --label-type names if they are")
     return False
 
 
-def _is_multi_hot(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(one in (0, 1) for one in value)
+def _bits_of(value: Any) -> list[Any]:
+    """The 0 and 1 of a multi-hot row: a list, or a text with commas between them. Empty for what is none."""
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list):
+        return []
+    bits = [_BITS.get(one.strip().lower()) if isinstance(one, str) else one for one in parts]
+    return bits if all(one in (0, 1) for one in bits) else []
+
+
+def _is_of_one_width(rows_of_bits: list[list[Any]]) -> bool:
+    return all(rows_of_bits) and len(set(map(len, rows_of_bits))) == 1
+
+
+def _has_doubles(rows_of_bits: list[list[Any]]) -> bool:
+    """Whether a row has a number twice: that is no set of names, whatever the other rows are."""
+    return any(len(set(bits)) < len(bits) for bits in rows_of_bits)
 
 
 def _is_list_as_text(value: Any) -> bool:
