@@ -224,6 +224,9 @@ def test_multi_hot_rows_of_a_csv(tmp_path):
         ([[1, 0, 1], [0, 1]], {}, r"label is \[1, 0, 1\], \[0, 1\], .* --label-type multi_hot, or names"),
         (["1,0,1", "0,1"], {"label_type": "multi_hot"}, r"row 2: label is '0,1'; it must be .* each of the 3 labels"),
         (["1,0,1", "0,1,a"], {"label_type": "multi_hot"}, r"row 2: label is '0,1,a'; it must be a 0 or a 1"),
+        ([1, 0], {"label_type": "multi_hot"}, r"row 1: label is 1; a row of several labels has a list of a 0 or a 1"),
+        ([[], [1, 0]], {"label_type": "multi_hot"}, r"row 1: label is \[\]; a row of several labels has a list of"),
+        (["a", "1,0"], {"label_type": "multi_hot"}, r"row 1: label is 'a'; a row of several labels has a list of"),
     ),
 )
 def test_multi_hot_rows_of_several_shapes(values, options, error, tmp_path):

@@ -105,6 +105,9 @@ def find_labels(rows: Dataset, column: str, where: str, problem: str, kind: str 
         raise InputError(f"{where}: {column} holds lists, and problem_type {problem} has one label a row")
     if is_several and class_names(rows, column) == () and _are_multi_hot(values, kind, first):
         width = len(_bits_of(values[0]))
+        if not width:
+            what = "a row of several labels has a list of a 0 or a 1 for each of them"
+            raise InputError(f"{where}, row 1: {column} is {values[0]!r:.80}; {what}, if label_type is multi_hot")
         return Labels(problem, tuple(f"LABEL_{i}" for i in range(width)), column, True)  # type: ignore[arg-type]
     found = {name for value in values for name in several(value)} if is_several else set(values)
     names = class_names(rows, column) or tuple(str(value) for value in in_order(found))
