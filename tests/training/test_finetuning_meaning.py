@@ -54,7 +54,7 @@ def test_multi_hot_rows_go_by_the_order_of_a_head(tmp_path):
             r"a.jsonl: label is \[1, 0\], \[0, 1\], \[1, 0\], ...: .* --label-type multi_hot, or na",
         ),
         ([[0.5], [1.0]], {}, r"label is \[0.5\], .* Say --label-type names if they are"),
-        (["['a', 'b']", "['a']"], {}, r"lists written as texts. Give lists in a .jsonl"),
+        (["['a', 'b']", "['a']"], {}, r"lists written as texts\? Give lists in a .jsonl"),
         ([0.0, 1.0], {}, r"a.jsonl: label is 0.0, 1.0, 0.0, ...: .* Say --problem-type regression, or single_label_"),
         ([0, 1], {"label_type": "multi_hot"}, r"label_type multi_hot is for several labels a row"),
         ([[1, 0], [1]], {"label_type": "multi_hot"}, r"row 2: label is \[1\]; it must be a 0 or a 1 for each of the 2"),
@@ -232,3 +232,19 @@ def test_multi_hot_rows_of_a_csv(tmp_path):
 def test_multi_hot_rows_of_several_shapes(values, options, error, tmp_path):
     with pytest.raises(InputError, match=error):
         task_of(base(tmp_path), labelled(tmp_path, values), problem_type=SEVERAL, **options)
+
+
+def test_names_in_brackets(tmp_path):
+    assert meaning(tmp_path, labelled(tmp_path, ["[PER]", "[LOC]"])) == (ONE, ("[LOC]", "[PER]"), [1, 0])
+    numbers = labelled(tmp_path, ["[7]", "[LOC]"])  # a list of JSON
+    with pytest.raises(InputError, match=r"lists written as texts\? .* Where names have brackets, say --problem-type"):
+        task_of(base(tmp_path), numbers)
+    assert meaning(tmp_path, numbers, problem_type=ONE) == (ONE, ("[7]", "[LOC]"), [0, 1])
+    found = meaning(tmp_path, numbers, problem_type=SEVERAL, label_type="names")
+    assert found == (SEVERAL, ("[7]", "[LOC]"), [[1.0, 0.0], [0.0, 1.0]])
+
+
+@pytest.mark.parametrize("text", ('["a"]', "['a', 'b']", "[1, 0]", "[0 1 1]", "[0. 1.]", "[]", "[true, null]"))
+def test_lists_that_are_texts(text, tmp_path):
+    with pytest.raises(InputError, match=r"lists written as texts\? Give lists in a .jsonl"):
+        task_of(base(tmp_path), labelled(tmp_path, [text, "[a]"]))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -213,8 +216,11 @@ def _is_whole(value: Any) -> bool:
 
 def _are_multi_hot(values: list[Any], kind: str, first: str) -> bool:
     """Whether rows of several labels have a 0 or a 1 for each label, and are no lists of names."""
-    if any(_is_list_as_text(value) for value in values):
-        raise InputError(f"{first}: lists written as texts. Give lists in a .jsonl or a .parquet, or names with commas")
+    if kind != "names" and any(_is_list_as_text(value) for value in values):
+        ways = "Give lists in a .jsonl or a .parquet, or names with commas. Where names have brackets, say"
+        raise InputError(
+            f"{first}: lists written as texts? {ways} --problem-type single_label_classification, or --label-type names"
+        )
     if kind != "auto":
         return kind == "multi_hot"
     rows_of_bits = [_bits_of(value) for value in values]
@@ -247,7 +253,13 @@ def _has_doubles(rows_of_bits: list[list[Any]]) -> bool:
 
 
 def _is_list_as_text(value: Any) -> bool:
-    return isinstance(value, str) and value.lstrip().startswith("[") and value.rstrip().endswith("]")
+    """Of JSON, Python or NumPy. A name may stand in brackets, too: "[PER]"."""
+    if not isinstance(value, str) or not (value.strip().startswith("[") and value.strip().endswith("]")):
+        return False
+    for read in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            return isinstance(read(value.strip()), list)
+    return all(map(is_number, value.strip()[1:-1].split()))
 
 
 def _is_missing(value: Any) -> bool:
