@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fastbert.sentences import SentenceEncoder
 
 _NUMBER_BYTES = {".parquet": 4, ".jsonl": 10}  # on the disk, at least; texts come on top
+_FLOAT_INT = 2**53  # up to which a float64 holds all whole numbers
 CHUNK_TEXTS = 1024  # what a kill can cost at most, beside growing_array.COMMIT_S
 
 
@@ -345,18 +346,21 @@ def _count_texts(job: EncodeJob, say: Callable[[str], None]) -> tuple[int, dict[
     value of the type of each column that is kept.
     """
     total, kinds = 0, {name: set[type]() for name in job.keep}
+    exact = set[str]()  # columns with whole numbers that a float does not hold: beside floats they are of another type
     for _, *kept in _rows(job, say):
         total += 1
         for name, value in zip(job.keep, kept, strict=True):
             is_long = type(value) is int and not -(2**63) <= value < 2**63
             kinds[name].update((int, str) if is_long else (type(value),))  # as a text alone it would fit
+            if type(value) is int and abs(value) > _FLOAT_INT:
+                exact.add(name)
     if total == 0:
         raise UsageError(f"{name_of(job.source)} holds no texts")
-    return total, {name: _example(name, found - {type(None)}, job) for name, found in kinds.items()}
+    return total, {name: _example(name, found - {type(None)}, name in exact, job) for name, found in kinds.items()}
 
 
-def _example(name: str, found: set[type], job: EncodeJob) -> Any:
-    if len(found) > 1 and found != {int, float} and job.output.suffix == ".parquet":
+def _example(name: str, found: set[type], is_exact: bool, job: EncodeJob) -> Any:
+    if len(found) > 1 and (found != {int, float} or is_exact) and job.output.suffix == ".parquet":
         raise UsageError(
             f"--keep {name}: the column holds values of several types, which a .parquet cannot: use a .jsonl"
         )

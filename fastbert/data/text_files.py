@@ -74,6 +74,8 @@ def read_kept(path: Path, column: str | None, keep: Sequence[str], bad: Bad = re
             for name, value in zip(keep, kept, strict=True):
                 if not (value is None or isinstance(value, (str, int, float))) or _is_cut(value):
                     raise TextFileError(f"{name_of(path)}, {place}: {name} is {_shown(value)}, which cannot be kept")
+                if isinstance(value, str):
+                    _check_text(path, place, value)
         except TextFileError as error:
             bad(error)
             continue

@@ -89,6 +89,14 @@ def test_columns_of_a_csv_and_of_a_pipe_stay(model, tmp_path, monkeypatch):
             "out.parquet",
             "--keep id: the column holds values of several",
         ),
+        (
+            '{"text": "a", "id": 9007199254740993}\n{"text": "b", "id": 0.5}',
+            "id",
+            "out.parquet",
+            "--keep id: the column holds values of several",
+        ),
+        ('{"text": "a", "id": "\\ud800"}', "id", "out.parquet", 'line 1: "\\ud800" is not valid Unicode'),
+        ('{"text": "a", "id": "\\ud800"}', "id", "out.jsonl", 'line 1: "\\ud800" is not valid Unicode'),
         ('{"text": "a", "id": 1}\n{"text": "b", "id": "x"}', "id", "out.parquet", "holds values of several types"),
         ('{"text": "a", "id": 1}\n{"text": "b"}', "id", "out.jsonl", "line 2: has no 'id'"),
         ('"a"', "id", "out.jsonl", "line 1: has a text alone, and no 'id'"),
@@ -101,3 +109,10 @@ def test_what_cannot_be_kept_is_said_before(line, keep, output, error, model, tm
     arguments = ("encode", tmp_path / "a.jsonl", "--model", model, "--keep", keep, "--output", tmp_path / output)
     assert error in fails(*arguments)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_whole_numbers_that_a_float_holds_stay_beside_floats(model, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "id": 9007199254740992}\n{"text": "b", "id": 0.5}\n')
+    words = ("encode", tmp_path / "a.jsonl", "--model", model, "--keep", "id", "--output", tmp_path / "out.parquet")
+    assert run_here(*words).returncode == 0
+    assert [row["id"] for row in read(tmp_path / "out.parquet")] == [2.0**53, 0.5]
