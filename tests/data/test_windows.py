@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from time import process_time
 
 import numpy as np
 import pytest
@@ -105,6 +106,29 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(kind, monkeypatch):
         whole = tokenizer.encode(text, add_special_tokens=False)
         assert ids.tolist() == whole.ids
         assert spans.tolist() == [[a, b] if b > a else [-1, -1] for a, b in whole.offsets]
+
+
+def test_spans_end_where_their_white_space_begins():
+    draw = numpy_generator(3)
+    text = "".join(draw.choice(list("ab \n\u00a0\u3000"), 300))
+    spans = np.sort(draw.integers(0, 301, (500, 2)), axis=1).astype(np.int32)
+    spans[::50] = -1
+    found = Cutter(trained("wordpiece"), 50, 10)._trimmed(text, np.full(500, -1), spans)
+    for (start, stop), (begin, end) in zip(found.tolist(), spans.tolist(), strict=True):
+        wanted = text[begin:end].strip() if begin >= 0 else ""
+        left = len(text[begin:end]) - len(text[begin:end].lstrip())
+        assert [start, stop] == ([begin + left, begin + left + len(wanted)] if wanted else [-1, -1])
+
+
+def test_much_white_space_in_one_of_many_tokens_takes_no_time():
+    count = 30_000
+    text = "\n" * count + "a" * count  # it took a pass over all tokens for each of the blanks: 2 s
+    places = np.arange(count, 2 * count, dtype=np.int32)
+    spans = np.concatenate([[[0, count + 1]], np.stack([places, places + 1], 1)]).astype(np.int32)
+    cutter, start = Cutter(trained("wordpiece"), 50, 10), process_time()
+    found = cutter._trimmed(text, np.full(len(spans), -1), spans)
+    assert process_time() - start < 0.5
+    assert found[:2].tolist() == [[count, count + 1]] * 2 and np.array_equal(found[1:], spans[1:])
 
 
 def test_a_text_that_fits_is_as_without_windows():

@@ -326,10 +326,12 @@ class Cutter:
         """The spans of tokens as TokenWindows has them, of those that `read` gives."""
         is_blank = np.append(_is_blank(text), True)
         begins, ends = spans.T
-        while (more := (begins < ends) & is_blank[begins]).any():
-            begins = begins + more
-        while (more := (begins < ends) & is_blank[ends - 1]).any():
-            ends = ends - more
+        places = np.arange(len(is_blank), dtype=np.int32)
+        following = np.minimum.accumulate(np.where(is_blank, places[-1], places)[::-1])[::-1]  # the next that is none
+        preceding = np.maximum.accumulate(np.where(is_blank, np.int32(-1), places))
+        has_chars = begins < ends
+        begins = np.where(has_chars, np.minimum(following[begins], ends), begins)
+        ends = np.where(has_chars, np.maximum(preceding[ends - 1] + 1, begins), ends)
         is_of_a_word = np.isin(ids, self._blanks) & (begins == ends) & (begins > 0) & ~is_blank[begins]
         ends = ends + is_of_a_word
         return np.where(begins < ends, (begins, ends), -1).T
