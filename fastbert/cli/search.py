@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 CHUNK_TEXTS = 1024
 TOP = 10
+VECTOR_KINDS = (".npy", ".parquet")  # of what `encode` writes
 
 
 def add(commands: Any) -> None:
@@ -129,6 +130,8 @@ def run_search(options: argparse.Namespace) -> int:
     _check(options)
     if options.vectors is not None and not options.vectors.is_file():
         raise UsageError(f"--vectors {options.vectors} is not a file")
+    if options.vectors is not None and options.vectors.suffix not in VECTOR_KINDS:
+        raise UsageError(f"--vectors {options.vectors}: the name must end in {' or '.join(VECTOR_KINDS)}")
     if options.vectors is not None and options.windows is not None:
         raise UsageError("--vectors are of whole texts, and --windows searches in their passages: give one of them")
 
@@ -188,13 +191,16 @@ def _best_passages(
 
 
 def _read_vectors(path: Path, dim: int) -> Any:
+    """float32 (texts, dim). Raises UsageError."""
     import numpy as np
 
     try:
         if path.suffix == ".parquet":
             vectors = _read_embeddings(path)
         else:
-            vectors = np.load(path, mmap_mode="c")  # read as it is needed; c: torch wants what may be written to
+            vectors = np.lib.format.open_memmap(path, mode="c")  # read as needed; c: torch wants what may be written to
+    except UsageError:  # which is a ValueError, as Arrow's are
+        raise
     except ValueError as error:
         raise UsageError(f"--vectors {path}: {str(error).splitlines()[0]}") from None
     if vectors.ndim != 2 or vectors.shape[1] != dim or vectors.dtype != np.float32:
@@ -205,18 +211,31 @@ def _read_vectors(path: Path, dim: int) -> Any:
 
 
 def _read_embeddings(path: Path) -> Any:
-    """The column `embedding`. Raises UsageError; ValueError, as Arrow's errors are."""
+    """The column `embedding`, (texts, numbers of the first). Raises UsageError; ValueError, as Arrow's errors are."""
+    import numpy as np
     import pyarrow as pa
+    import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
     schema = pq.read_schema(path)
-    if "embedding" not in schema.names or not pa.types.is_fixed_size_list(schema.field("embedding").type):
+    kind = schema.field("embedding").type if "embedding" in schema.names else pa.null()
+    if not (pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         raise UsageError(f"--vectors {path} has no column of vectors, embedding; it has: {', '.join(schema.names)}")
     if "document" in schema.names:
         raise UsageError(f"--vectors {path} has vectors of passages (--chunks), not of whole texts")
-    width = schema.field("embedding").type.list_size
     column = pq.read_table(path, columns=["embedding"])["embedding"]
-    return column.combine_chunks().flatten().to_numpy(zero_copy_only=False).reshape(-1, width).copy()
+    if column.null_count:
+        raise UsageError(f"--vectors {path}, row {column.is_null().index(True).as_py() + 1}: embedding is null")
+    widths = pc.list_value_length(column).to_numpy()
+    if (other := np.flatnonzero(widths != widths[:1])).size:
+        row = other[0]
+        raise UsageError(f"--vectors {path}, row {row + 1} has {widths[row]} numbers, and row 1 has {widths[0]}")
+    flat = pa.chunked_array([chunk.flatten() for chunk in column.chunks], kind.value_type)
+    width = widths[0] if len(widths) else 0
+    if flat.null_count:
+        row = flat.is_null().index(True).as_py() // width
+        raise UsageError(f"--vectors {path}, row {row + 1}: a number of embedding is missing")
+    return np.require(flat.to_numpy().reshape(len(column), width), requirements="W")  # torch wants it
 
 
 def run_rerank(options: argparse.Namespace) -> int:

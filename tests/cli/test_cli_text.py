@@ -120,6 +120,33 @@ def test_search(tmp_path, folders, source):
     assert "makes float32 (texts, 32)" in fails(*options, "--vectors", tmp_path / "wide.npy")
 
 
+def test_vectors_of_other_files(tmp_path, folders, source):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path, options = tmp_path / "v.parquet", ("search", "a cat", source, "--model", folders["encoder"], "--vectors")
+    vectors = fastbert.SentenceEncoder.from_pretrained(folders["encoder"], device="cpu").encode(TEXTS)
+    table = run_here(*options[:-1]).stdout
+    for kind in (pa.list_(pa.float32()), pa.large_list(pa.float32())):
+        parquet.write_table(pa.table({"embedding": pa.array(vectors.tolist(), kind)}), path, row_group_size=2)
+        assert run_here(*options, path).stdout == table
+    for row, message in (
+        (None, f"--vectors {path}, row 2: embedding is null"),
+        ([1.0] * 31, f"--vectors {path}, row 2 has 31 numbers, and row 1 has 32"),
+        ([1.0] * 31 + [None], f"--vectors {path}, row 2: a number of embedding is missing"),
+    ):
+        rows = [vectors[0].tolist(), row, *vectors[2:].tolist()]
+        parquet.write_table(pa.table({"embedding": pa.array(rows, pa.list_(pa.float32()))}), path)
+        assert message in fails(*options, path)
+    parquet.write_table(pa.table({"text": TEXTS, "embedding": TEXTS}), path)
+    assert fails(*options, path).count("--vectors") == 1
+    for name in ("v.jsonl", "v.npz"):
+        (tmp_path / name).write_text("{}")
+        assert f"--vectors {tmp_path / name}: the name must end in .npy or .parquet" in fails(*options, tmp_path / name)
+    (tmp_path / "broken.npy").write_text("{}")
+    assert "pickle" not in fails(*options, tmp_path / "broken.npy")
+
+
 def test_rerank(folders, source):
     ranked = fastbert.Reranker.from_pretrained(folders["reranker"], device="cpu").rank("a cat", TEXTS, top_k=4)
     options = ("rerank", "a cat", source, "--model", folders["reranker"], "--top", 4, "--output", "-")
