@@ -156,11 +156,12 @@ def encode_files(
     workers: int | None,
     force: bool,
     on_plan: Callable[[int, int, Pool], None],
-    on_block: Callable[[int, int], None],
+    on_block: Callable[[dict[str, Any]], None],
 ) -> int:
     """Encode parquet files into a folder with a file a block; returns how many texts this run has encoded.
 
-    `on_plan(all texts, those of earlier runs, pool)` is called at the start, `on_block(texts, tokens)` after each.
+    `on_plan(all texts, those of earlier runs, pool)` is called at the start, `on_block` after each
+    with what BlockWorker says of it.
     Raises InputError as make_plan and Worker.encode do; blocks that were finished by then stay.
     """
     ray = start_ray()
@@ -180,7 +181,7 @@ def encode_files(
     for done in blocks.map(BlockWorker, fn_constructor_kwargs=given, **_options(ray, pool)).iter_rows():
         if done["error"]:
             raise InputError(done["error"])
-        on_block(done["texts"], done["tokens"])
+        on_block(done)
     return texts
 
 

@@ -46,8 +46,11 @@ class Worker:
     def __call__(self, table: pa.Table) -> pa.Table:
         return self.encode(table)[0]
 
-    def encode(self, table: pa.Table, where: str = "the dataset") -> tuple[pa.Table, int]:
-        """The table with its vectors, and how many tokens its texts had. Raises InputError, naming the row."""
+    def encode(self, table: pa.Table, where: str = "the dataset") -> tuple[pa.Table, int, int]:
+        """The table with its vectors, how many tokens its texts had, and how many of them were cut.
+
+        Raises InputError, naming the row.
+        """
         import pyarrow as pa
 
         s = self.settings
@@ -59,23 +62,26 @@ class Worker:
             raise InputError(
                 f"{where}: row {column.is_null().to_pylist().index(True)} of {s.column!r} is null, no text"
             )
-        parts, tokens = [np.empty((0, self.encoder.dim), np.float32)], 0
+        parts, tokens, cut = [np.empty((0, self.encoder.dim), np.float32)], 0, list[int]()
         stream = self.encoder.encode_stream(
             column.to_pylist(),
             batch_tokens=s.batch_tokens,
             normalize=s.normalize,
             prompt_name=s.prompt_name,
             chunk_texts=CHUNK_TEXTS,
+            on_cut=cut.append,
         )
         for vectors, count in stream:
             parts.append(vectors)
             tokens += count
         flat = pa.array(np.concatenate(parts).reshape(-1))
-        return table.append_column(s.output_column, pa.FixedSizeListArray.from_arrays(flat, self.encoder.dim)), tokens
+        vectors = pa.FixedSizeListArray.from_arrays(flat, self.encoder.dim)
+        return table.append_column(s.output_column, vectors), tokens, sum(cut)
 
 
 class BlockWorker(Worker):
-    """Reads a block, encodes it, and writes its file. It returns numbers, so that nothing large goes through Ray."""
+    """Reads a block, encodes it, and writes its file. It returns numbers (texts, tokens, texts that
+    were cut, max_length to which), so that nothing large goes through Ray."""
 
     def __init__(self, settings: WorkerSettings, source: str, output: str):
         super().__init__(settings)
@@ -85,10 +91,11 @@ class BlockWorker(Worker):
     def __call__(self, block: dict[str, Any]) -> dict[str, Any]:
         from pyarrow import BufferOutputStream, parquet
 
-        done = {"name": block["name"], "texts": block["stop"] - block["start"], "tokens": 0, "error": ""}
+        done: dict[str, Any] = {"name": block["name"], "texts": block["stop"] - block["start"], "tokens": 0, "cut": 0}
+        done |= {"max_length": self.encoder.max_seq_length, "error": ""}
         where = f"{block['path']}, rows from {block['start']}"
         try:
-            table, done["tokens"] = self.encode(
+            table, done["tokens"], done["cut"] = self.encode(
                 read_rows(self.source, block["path"], block["start"], block["stop"]), where
             )
         except InputError as error:  # the user's, for whom the driver makes one line of it

@@ -208,7 +208,7 @@ def encode_file(job: EncodeJob, say: Callable[[str], None]) -> str:
             raise
         except torch.OutOfMemoryError:
             raise UsageError(f"the GPU's memory is too small for --batch-tokens {batch_tokens}: choose fewer") from None
-    _say_cut(cut, encoder, say)
+    say_cut(cut, encoder.max_seq_length, say)
     rate = f", {tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s" if tokens else ""
     return f"{total - done_before:,} texts{rate} -> {job.output} float32 ({total}, {encoder.dim})"
 
@@ -253,10 +253,10 @@ def _write_rows(job: EncodeJob, vectors: Any, examples: dict[str, Any]) -> None:
             raise UsageError(f"the input changed while it was read: {done} texts now, {len(vectors)} at first")
 
 
-def _say_cut(count: int, encoder: SentenceEncoder, say: Callable[[str], None]) -> None:
+def say_cut(count: int, limit: int, say: Callable[[str], None], how: str = "--windows") -> None:
     if count:
-        what = f"{count:,} text{' was' if count == 1 else 's were'} cut to the model's {encoder.max_seq_length} tokens"
-        say(f"{what}; --windows reads all of them")
+        what = f"{count:,} text{' was' if count == 1 else 's were'} cut to the model's {limit} tokens"
+        say(f"{what}; {how} reads all of them")
 
 
 def _advance(bar: Any, count: int) -> None:
@@ -294,7 +294,7 @@ def _encode_rows(job: EncodeJob, say: Callable[[str], None]) -> str:
             total += len(chunk)
         if not total:
             raise UsageError(f"{name_of(job.source)} holds no texts")
-    _say_cut(sum(cut), encoder, say)
+    say_cut(sum(cut), encoder.max_seq_length, say)
     seconds = time.perf_counter() - start
     return f"{total:,} texts in {seconds:.1f} s -> {job.output} float32 ({total}, {encoder.dim})"
 

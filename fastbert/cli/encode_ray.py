@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fastbert.cli.encode import say_cut
 from fastbert.cli.parser import UsageError
 from fastbert.cli.stopping import raise_if_stopped, say
 from fastbert.data.text_files import pick_column
@@ -69,7 +70,7 @@ def encode_on_ray(
         "fastbert": __version__,
     }
     bar: Any = None
-    tokens, start = 0, time.perf_counter()
+    tokens, cut, limit, start = 0, 0, 0, time.perf_counter()
 
     def on_plan(texts: int, done: int, pool: Pool) -> None:
         nonlocal bar, start
@@ -79,11 +80,11 @@ def encode_on_ray(
         say(f"{pool.workers} workers ({what})")
         bar, start = progress_bar(texts, None, initial=done), time.perf_counter()
 
-    def on_block(texts: int, count: int) -> None:
-        nonlocal tokens
+    def on_block(done: dict[str, Any]) -> None:
+        nonlocal tokens, cut, limit
         raise_if_stopped()
-        tokens += count
-        bar.update(texts)
+        tokens, cut, limit = tokens + done["tokens"], cut + done["cut"], done["max_length"]
+        bar.update(done["texts"])
 
     try:
         texts = encode_files(
@@ -96,6 +97,7 @@ def encode_on_ray(
     finally:
         if bar is not None:
             bar.close()
+    say_cut(cut, limit, say, "--windows, without --engine ray,")
     seconds = time.perf_counter() - start
     rate = f", {tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s" if tokens else ""
     return f"{texts:,} texts{rate} -> {output}"

@@ -56,7 +56,9 @@ class ModelOutput(OrderedDict):
         "attentions",
     )
     # transformers' outputs are data classes: sentence-transformers reads by `dataclasses.fields` what a model may give.
-    __dataclass_fields__ = make_dataclass("", [(name, Any, field(default=None)) for name in FIELDS]).__dataclass_fields__
+    __dataclass_fields__ = make_dataclass(
+        "", [(name, Any, field(default=None)) for name in FIELDS]
+    ).__dataclass_fields__
 
     def __init__(self, *args, **fields):
         merged = dict(*args, **fields)

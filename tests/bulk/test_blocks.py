@@ -238,3 +238,38 @@ def test_the_command_line_refuses_what_cannot_be(source, tmp_path, model):
     assert "has no column 'words'; it has: id, text" in fails(
         "encode", source, *ray, "--column", "words", "--output", tmp_path / "out"
     )
+
+
+class InThisProcess:
+    """What the engine asks of Ray, one block after the other."""
+
+    def __init__(self):
+        context = SimpleNamespace(get_current=lambda: SimpleNamespace())
+        self.data = SimpleNamespace(
+            ActorPoolStrategy=lambda **options: None,
+            DataContext=context,
+            from_items=lambda items, **options: SimpleNamespace(
+                map=lambda *given, **own: self.map(items, *given, **own)
+            ),
+        )
+
+    @staticmethod
+    def cluster_resources() -> dict[str, float]:
+        return {"CPU": 1.0}
+
+    @staticmethod
+    def map(items, kind, fn_constructor_kwargs, **options):
+        return SimpleNamespace(iter_rows=lambda: map(kind(**fn_constructor_kwargs), items))
+
+
+def test_texts_that_were_cut_are_counted(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(ray_engine, "import_ray", lambda: None)
+    monkeypatch.setattr(ray_engine, "start_ray", InThisProcess)
+    texts = ["the cat", "the cat " * 100, "a dog"] * 400 + ["a dog " * 100]  # of two blocks
+    parquet.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
+    done = run_here("encode", tmp_path / "a.parquet", "--engine", "ray", "--model", model, "--device", "cpu",
+                    "--output", tmp_path / "out")  # fmt: skip
+    assert done.returncode == 0 and len(list((tmp_path / "out").glob("part-*"))) == 2, done.stderr
+    limit = SentenceEncoder.from_pretrained(model, device="cpu").max_seq_length
+    cut = f"401 texts were cut to the model's {limit} tokens; --windows, without --engine ray, reads all of them\n"
+    assert cut in done.stderr
