@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastbert.cli.parser import UsageError, add_command, positive
+from fastbert.cli.parser import UsageError, add_command, add_delimiter_option, positive
 from fastbert.cli.stopping import raise_if_stopped, say
 from fastbert.data.text_files import TEXT_KINDS, check_source, read_texts
 from fastbert.errors import TextFileError
@@ -27,6 +27,7 @@ _BELONGS: dict[str, tuple[str, ...]] = {
     "processes": ("--latency",),
     "texts": ("--corpus",),
     "column": ("--corpus",),
+    "delimiter": ("--corpus",),
 }
 OTHERS = "albert-base, bert-large, bge-small, deberta-v3-base, distilbert-base, electra-base, minilm, modernbert-base"
 OTHERS += ", mpnet-base, nomic-base, tiny"
@@ -78,6 +79,7 @@ def add(commands: Any) -> None:
         "--corpus", metavar="FILE", type=Path, help=f"time the vectors of the texts of a file: {TEXT_KINDS}"
     )  # fmt: skip
     parser.add_argument("--column", metavar="NAME", help="with --corpus: the column that holds the texts")
+    add_delimiter_option(parser)
     parser.add_argument("--texts", metavar="N", type=positive, help="with --corpus: the first N; default: all")
 
 
@@ -163,8 +165,8 @@ def _run_corpus(options: argparse.Namespace, say: Callable[[str], None]) -> str:
     from fastbert.bench.texts import corpus, tables
     from fastbert.bench.texts.contestants import corpus_contestants
 
-    check_source(options.corpus)
-    texts = tuple(islice(read_texts(options.corpus, options.column), options.texts))
+    check_source(options.corpus, options.delimiter)
+    texts = tuple(islice(read_texts(options.corpus, options.column, delimiter=options.delimiter), options.texts))
     if not texts:
         raise TextFileError(f"{options.corpus} holds no texts")
     settings = _text_settings(options, corpus_contestants(), CORPUS_ROUNDS)

@@ -48,7 +48,7 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check_output(options.output, ROW_KINDS, options.force)
-    check_source(options.file)
+    check_source(options.file, options.delimiter)
     windows_of(options)  # what is wrong with it is said at once
 
     with without_collector():
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     settings = InferenceOptions("", options.batch_tokens, on_host=True, windows=windows, aggregate=options.aggregate)
     total, bar_options = 0, bar_of(windows)
     with open_rows(options.output) as rows, progress_bar(None, None, desc="classifying", delay=0, **bar_options) as bar:
-        for chunk in in_chunks(read_texts(options.file, options.column), CHUNK_TEXTS):
+        for chunk in in_chunks(read_texts(options.file, options.column, delimiter=options.delimiter), CHUNK_TEXTS):
             scores = classifier.probabilities(classifier.rows(chunk, settings, bar.update)).float().numpy()
             best = scores.argmax(-1)
             found: dict[str, Any] = {"text": chunk, "label": [classifier.labels[i] for i in best]}

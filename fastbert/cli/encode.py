@@ -96,8 +96,8 @@ def run(options: argparse.Namespace) -> int:
     if options.engine == "ray":
         if options.windows is not None or options.chunks:
             raise UsageError("--windows and --chunks are for --engine local")
-        if options.skip_bad_rows or options.keep:
-            raise UsageError("--skip-bad-rows and --keep are for --engine local")
+        if options.skip_bad_rows or options.keep or options.delimiter:
+            raise UsageError("--skip-bad-rows, --keep and --delimiter are for --engine local")
         from fastbert.cli.encode_ray import encode_on_ray
 
         what = ("model", "column", "dtype", "device", "batch_tokens", "workers", "force")
@@ -113,6 +113,7 @@ def run(options: argparse.Namespace) -> int:
         output=Path(options.output),
         model=options.model,
         column=options.column,
+        delimiter=options.delimiter,
         dtype=options.dtype,
         device=options.device,
         batch_tokens=options.batch_tokens,
@@ -152,6 +153,7 @@ class EncodeJob:
     late: bool = False
     skip_bad_rows: bool = False
     keep: tuple[str, ...] = ()
+    delimiter: str | None = None
     piped: str | None = None  # of texts from standard input, which the source holds now: what they are known by
 
 
@@ -162,7 +164,7 @@ def encode_file(job: EncodeJob, say: Callable[[str], None]) -> str:
     SentenceEncoder.from_pretrained; OSError.
     """
     check_output(job.output, ROW_KINDS if job.chunks else (".npy", *ROW_KINDS), job.force)
-    check_source(job.source)
+    check_source(job.source, job.delimiter)
     if job.keep and (job.output.suffix == ".npy" or job.chunks):
         raise UsageError("--keep is for rows of whole texts: a .parquet, a .jsonl or -, without --chunks")
     if taken := [name for name in job.keep if name in ("text", "embedding") or job.keep.count(name) > 1]:
@@ -334,9 +336,9 @@ def _rows(job: EncodeJob, say: Callable[[str], None] = lambda line: None) -> Ite
 
     bad = leave_out if job.skip_bad_rows else refuse
     if job.keep:
-        yield from read_kept(job.source, job.column, job.keep, bad)
+        yield from read_kept(job.source, job.column, job.keep, bad, delimiter=job.delimiter)
     else:
-        yield from zip(read_texts(job.source, job.column, bad))
+        yield from zip(read_texts(job.source, job.column, bad, delimiter=job.delimiter))
     if left_out:
         say(f"{left_out:,} bad row{'s were' if left_out > 1 else ' was'} left out")
 
@@ -378,6 +380,7 @@ def _identity(job: EncodeJob, encoder: SentenceEncoder, total: int, batch_tokens
         "input size": stat.st_size,
         "input time": stat.st_mtime_ns if job.piped is None else job.piped,
         "column": job.column,
+        "delimiter": job.delimiter,
         "texts": total,
         "dim": encoder.dim,
         "model": str(encoder.folder.resolve()),

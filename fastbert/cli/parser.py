@@ -105,6 +105,23 @@ def add_column_option(parser: Parser) -> None:
     parser.add_argument(
         "--column", metavar="NAME", help="the column that holds the texts; JSON lines on standard input"
     )
+    add_delimiter_option(parser)
+
+
+def add_delimiter_option(parser: Parser) -> None:
+    from fastbert.data.delimiters import HELP
+
+    parser.add_argument("--delimiter", metavar="C", type=_delimiter, help=HELP)
+
+
+def _delimiter(text: str) -> str:
+    from fastbert.data.delimiters import sign_of
+    from fastbert.errors import TextFileError
+
+    try:
+        return sign_of(text)
+    except TextFileError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_running_options(parser: Parser) -> None:

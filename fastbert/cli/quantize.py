@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastbert.cli.parser import UsageError, add_command, add_model
+from fastbert.cli.parser import UsageError, add_command, add_delimiter_option, add_model
 from fastbert.cli.stopping import raise_if_stopped, say
 from fastbert.data.text_files import TEXT_KINDS, read_texts
 
@@ -44,10 +44,14 @@ def add(commands: Any) -> None:
         "--report", metavar="TEXTS", type=Path,
         help=f"texts to measure each layer's error on: {TEXT_KINDS}",
     )  # fmt: skip
+    add_delimiter_option(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    say(quantize_folder(QuantizeJob(options.model, options.output, options.keep, options.report), print))
+    if options.delimiter is not None and options.report is None:
+        raise UsageError("--delimiter is for the file of --report")
+    job = QuantizeJob(options.model, options.output, options.keep, options.report, options.delimiter)
+    say(quantize_folder(job, print))
     return 0
 
 
@@ -59,6 +63,7 @@ class QuantizeJob:
     output: Path
     keep: list[str]
     report: Path | None
+    delimiter: str | None = None
 
 
 def quantize_folder(job: QuantizeJob, show: Callable[[str], None]) -> str:
@@ -72,7 +77,7 @@ def quantize_folder(job: QuantizeJob, show: Callable[[str], None]) -> str:
         raise UsageError(f"{job.output} exists already, and is no empty folder")
     if not job.output.absolute().parent.is_dir():
         raise UsageError(f"{job.output}: {job.output.absolute().parent} is not a folder")
-    texts = None if job.report is None else list(read_texts(job.report))
+    texts = None if job.report is None else list(read_texts(job.report, delimiter=job.delimiter))
 
     from fastbert.checkpoint.saving import beside
     from fastbert.data.sentence_folder import transformer_folder

@@ -84,7 +84,7 @@ def _add_arguments(parser: Parser) -> None:
 def _check(options: argparse.Namespace) -> None:
     if options.output is not None:
         check_output(options.output, ROW_KINDS, options.force)
-    check_source(options.file)
+    check_source(options.file, options.delimiter)
 
 
 class Best:
@@ -147,7 +147,7 @@ def run_search(options: argparse.Namespace) -> int:
     document = encoder._of_task("document", {})["prompt_name"]
     made = None if options.vectors is None else _read_vectors(options.vectors, encoder.dim)
     with progress_bar(None, None, desc="searching", delay=0, **bar_of(windows)) as bar:
-        for chunk in in_chunks(read_texts(options.file, options.column), CHUNK_TEXTS):
+        for chunk in in_chunks(read_texts(options.file, options.column, delimiter=options.delimiter), CHUNK_TEXTS):
             if windows is not None:
                 chosen = {"windows": windows, "prompt_name": document, "batch_tokens": options.batch_tokens}
                 best.add(chunk, *_best_passages(encoder, query, chunk, on_tokens=bar.update, **chosen))
@@ -257,7 +257,7 @@ def run_rerank(options: argparse.Namespace) -> int:
         reranker.prompt(), options.batch_tokens, on_host=True, windows=windows, aggregate=options.aggregate
     )
     with progress_bar(None, None, desc="scoring", delay=0, **bar_of(windows)) as bar:
-        for chunk in in_chunks(read_texts(options.file, options.column), CHUNK_TEXTS):
+        for chunk in in_chunks(read_texts(options.file, options.column, delimiter=options.delimiter), CHUNK_TEXTS):
             pairs: list[Text] = [(options.query, text) for text in chunk]
             if windows is None:
                 logits, places = reranker.rows(pairs, settings, bar.update), None

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastbert.data import text_files
+from fastbert.data import delimiters, text_files
 from fastbert.errors import ConfigError, InputError, TextFileError
 from fastbert.messages import install
 
@@ -48,28 +48,34 @@ def import_datasets() -> Any:
     return datasets
 
 
-def load_source(source: Source, split: str = "train") -> Dataset:
+def load_source(source: Source, split: str = "train", *, delimiter: str | None = None) -> Dataset:
     """The rows of a file, of files of one kind, of a `datasets` object, or of a data set on the hub.
 
     Args:
         source: a path or paths of .txt, .jsonl, .csv, .tsv or .parquet files, compressed or not (the fields of .csv and
-            .tsv are texts, as they are written, and empty ones None; the header of a .csv says what is between them);
+            .tsv are texts, as they are written, and empty ones None);
             a `datasets.Dataset`;
             or the name of a data set on the hub, with a configuration behind a colon ("glue:sst2").
         split: which part of a data set on the hub; "validation" is "test" where there is none.
+        delimiter: what is between the fields of .csv and .tsv files; by default their first lines say it
+            (data/delimiters.py).
 
-    Raises InputError: there is nothing there, files of several kinds, or a file that cannot be read.
+    Raises InputError: there is nothing there, files of several kinds, a file that cannot be read, or a delimiter for
+    what has none.
     """
     datasets = import_datasets()
     if isinstance(source, (datasets.DatasetDict, datasets.IterableDatasetDict)):
         raise InputError(f"several splits were given ({', '.join(source)}): give one of them, such as ...['train']")
     if isinstance(source, datasets.Dataset):
+        _check_delimiter(delimiter, "a Dataset", None)
         return source
     if isinstance(source, datasets.IterableDataset):
         raise InputError("an IterableDataset has no places to go back to: give it as a Dataset, or as its files")
     paths = [str(path) for path in ([source] if isinstance(source, (str, os.PathLike)) else source)]
     if not paths:
         raise InputError("no files were given")
+    for path in paths:
+        _check_delimiter(delimiter, path, kind_of(path))
     if len(paths) == 1 and _is_on_hub(paths[0]):
         return _from_hub(paths[0], split)
     if missing := [path for path in paths if not Path(path).is_file()]:
@@ -85,8 +91,8 @@ def load_source(source: Source, split: str = "train") -> Dataset:
     read = getattr(datasets.Dataset, f"from_{reader}")
     try:
         if reader == "csv":
-            options = {**options, "sep": _delimiter(paths, kind)}
-            options = {**options, "features": _texts_alone(paths, options)}
+            options = {**options, "sep": _delimiter(paths, kind, delimiter)}
+            options = {**options, "features": _texts_alone(paths, options, delimiter)}
         found = read(paths, **options)
         if reader == "json":
             found.data.table.validate(full=True)  # its strings may be no UTF-8
@@ -94,7 +100,7 @@ def load_source(source: Source, split: str = "train") -> Dataset:
     except InputError:
         raise
     except (datasets.exceptions.DatasetGenerationError, StopIteration, ValueError, OSError, EOFError) as error:
-        _explain(paths)
+        _explain(paths, delimiter)
         cause = str(error.__cause__ or error) or type(error).__name__
         raise InputError(f"{', '.join(paths)} cannot be read: {cause.splitlines()[0]}") from None
 
@@ -106,24 +112,35 @@ def kind_of(path: str) -> str | None:
     return suffix if suffix in _READERS else None
 
 
-def _delimiter(paths: Sequence[str], kind: str) -> str:
-    """What is between the fields, by the headers. Raises InputError: it is not clear, or not the same in all files."""
+def _check_delimiter(given: str | None, name: str, kind: str | None) -> None:
+    try:
+        delimiters.check_given(given, name, kind)
+    except TextFileError as error:
+        raise InputError(str(error)) from None
+
+
+def _delimiter(paths: Sequence[str], kind: str, given: str | None) -> str:
+    """What is between the fields, as it was given or by the headers.
+
+    Raises InputError: it is not clear, or not the same in all files.
+    """
     import fsspec  # which `datasets` opens files with: compressed ones, too
 
     found: dict[str, str] = {}
     for path in paths:
         with fsspec.open(path, "rt", compression="infer", encoding="utf-8-sig") as file:
             try:
-                found.setdefault(text_files.delimiter_of(Path(path), file, is_tsv=kind == ".tsv"), path)
+                sign = delimiters.delimiter_of(Path(path), file, is_tsv=kind == ".tsv", given=given)
             except TextFileError as error:
                 raise InputError(str(error)) from None
+            found.setdefault(sign, path)
     if len(found) > 1:
         (one, first), (other, second), *_ = found.items()
         raise InputError(f"{first} has {one!r} between its fields, and {second} has {other!r}: make them alike")
     return next(iter(found))
 
 
-def _texts_alone(paths: Sequence[str], options: dict[str, Any]) -> Any:
+def _texts_alone(paths: Sequence[str], options: dict[str, Any], delimiter: str | None) -> Any:
     """The columns of .csv or .tsv files, as texts. Raises InputError: they have other columns, or longer rows."""
     import pandas as pd
 
@@ -133,7 +150,7 @@ def _texts_alone(paths: Sequence[str], options: dict[str, Any]) -> Any:
         found = list(map(str, start.columns))
         is_long = not isinstance(start.index, pd.RangeIndex)  # pandas takes the first fields for names of rows
         if is_long or any(map(_MENDED.fullmatch, found)):
-            _explain(paths)
+            _explain(paths, delimiter)
         if is_long:
             raise InputError(f"{path}: its first row has more fields than the header")
         names = names or found
@@ -142,12 +159,12 @@ def _texts_alone(paths: Sequence[str], options: dict[str, Any]) -> Any:
     return datasets.Features({name: datasets.Value("string") for name in names})
 
 
-def _explain(paths: Sequence[str]) -> None:
+def _explain(paths: Sequence[str], delimiter: str | None) -> None:
     """Raises InputError with the first line that is wrong, if a reader of lines finds one."""
     try:
         for path in map(Path, paths):
             if text_files.kind_of(path) in (".txt", ".jsonl", ".csv", ".tsv"):
-                text_files.check_rows(path)
+                text_files.check_rows(path, delimiter)
     except TextFileError as error:
         raise InputError(str(error)) from None
 

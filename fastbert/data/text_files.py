@@ -7,22 +7,20 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import re
 import sys
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from fastbert.data.delimiters import MAX_LINE_BYTES, check_given, delimiter_of
 from fastbert.errors import TextFileError
 
 STDIN = Path("-")
-MAX_LINE_BYTES = 16 << 20  # a longer line is taken for a binary file, and never read into memory
 _DIGITS = 100  # of a number in JSON that are read
-_OTHER_DELIMITERS = ";\t|"  # of what spreadsheets write into a .csv
-_QUOTED = re.compile(r'(?:^|(?<=[,;\t|]))"(?:[^"]|"")*(?:"|$)')  # a whole field: a mark inside of one is doubled
 _USUAL_COLUMNS = ("text", "sentence")
 
 Choose = Callable[[list[str]], Sequence[str]]  # of the names of all columns those that are read
@@ -36,18 +34,21 @@ def refuse(error: TextFileError) -> None:
     raise error
 
 
-def read_texts(path: Path, column: str | None = None, bad: Bad = refuse) -> Iterator[str]:
+def read_texts(
+    path: Path, column: str | None = None, bad: Bad = refuse, *, delimiter: str | None = None
+) -> Iterator[str]:
     """The texts of a file in its order, by its suffix.
 
     txt: a line is a text, empty ones too. csv, tsv (unquoted), jsonl and parquet: the values of `column`, which is
-    found by itself where there is only one, or one called text or sentence; a jsonl line may be a bare string. Fields
-    of a csv have semicolons, tabs or bars between them where its first line has these and no comma.
+    found by itself where there is only one, or one called text or sentence; a jsonl line may be a bare string. What
+    is between the fields of a csv or a tsv is its `delimiter`, or what its first lines say (data/delimiters.py).
     `-` is standard input: lines, or with a `column` JSON lines.
 
     Raises TextFileError, naming the file, the place in it and the value, for what is no text, unless `bad` takes it.
     """
     given = None if column is None else (column,)
-    for place, (text,) in _reader_of(path, given)(path, given, lambda names: (pick_column(path, names, None),), bad):
+    reader = _reader_of(path, given, delimiter)
+    for place, (text,) in reader(path, given, lambda names: (pick_column(path, names, None),), bad):
         try:
             _check_text(path, place, text)
         except TextFileError as error:
@@ -56,7 +57,9 @@ def read_texts(path: Path, column: str | None = None, bad: Bad = refuse) -> Iter
         yield text
 
 
-def read_kept(path: Path, column: str | None, keep: Sequence[str], bad: Bad = refuse) -> Iterator[tuple[Any, ...]]:
+def read_kept(
+    path: Path, column: str | None, keep: Sequence[str], bad: Bad = refuse, *, delimiter: str | None = None
+) -> Iterator[tuple[Any, ...]]:
     """The text of each row, as of `read_texts`, and the values of the columns `keep`: texts, numbers, bools and None.
 
     Raises TextFileError as `read_texts`, and where a column of `keep` is absent or holds something else.
@@ -65,7 +68,7 @@ def read_kept(path: Path, column: str | None, keep: Sequence[str], bad: Bad = re
     def choose(names: list[str]) -> Sequence[str]:
         return pick_column(path, names, column), *(pick_column(path, names, name) for name in keep)
 
-    reader = _read_jsonl if path == STDIN else _reader_of(path, None)
+    reader = _reader_of(path, tuple(keep), delimiter)
     for place, (text, *kept) in reader(path, (column, *keep) if column and path == STDIN else None, choose, bad):
         try:
             _check_text(path, place, text)
@@ -82,21 +85,23 @@ def read_kept(path: Path, column: str | None, keep: Sequence[str], bad: Bad = re
         yield text, *kept
 
 
-def read_rows(path: Path, columns: Sequence[str] | None, choose: Choose) -> Iterator[tuple[Any, ...]]:
+def read_rows(
+    path: Path, columns: Sequence[str] | None, choose: Choose, *, delimiter: str | None = None
+) -> Iterator[tuple[Any, ...]]:
     """The rows of a file in its order: of each the values of `columns`, or of those that `choose` picks of the names
     that there are. A line of txt is a row of one value. A value is a text, or a list of texts.
 
     Raises TextFileError as `read_texts`.
     """
     given = None if columns is None else tuple(columns)
-    for place, values in _reader_of(path, given)(path, given, choose, refuse):
+    for place, values in _reader_of(path, given, delimiter)(path, given, choose, refuse):
         for value in values:
             for text in value if isinstance(value, list) else (value,):
                 _check_text(path, place, text)
         yield values
 
 
-def check_rows(path: Path) -> None:
+def check_rows(path: Path, delimiter: str | None = None) -> None:
     """Read a .txt, .jsonl, .csv or .tsv to its end, for a faster reader that has failed and does not say where.
 
     Raises TextFileError, naming the first line that is no row, whatever the columns hold; or there are no rows.
@@ -105,18 +110,19 @@ def check_rows(path: Path) -> None:
     def choose(names: list[str]) -> Sequence[str]:
         return names if kind_of(path) in (".csv", ".tsv") else ()  # rows of a .jsonl may lack some
 
-    if not sum(1 for _ in _reader_of(path, None)(path, None, choose, refuse)):
+    if not sum(1 for _ in _reader_of(path, None, delimiter)(path, None, choose, refuse)):
         raise TextFileError(f"{path} holds no rows")
 
 
-def _reader_of(path: Path, columns: tuple[str, ...] | None) -> Reader:
+def _reader_of(path: Path, columns: tuple[str, ...] | None, delimiter: str | None) -> Reader:
     reader = READERS.get(kind_of(path))
+    check_given(delimiter, name_of(path), kind_of(path))
     if path == STDIN:
         reader = _read_txt if columns is None else _read_jsonl
     if reader is None:
         known = f"{', '.join(READERS)}, and .gz behind these but .parquet"
         raise TextFileError(f"{path}: unknown kind of file {kind_of(path)!r}; known are {known}")
-    return reader
+    return reader if delimiter is None else partial(reader, given=delimiter)
 
 
 def kind_of(path: Path) -> str:
@@ -154,8 +160,9 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
     yield sys.stdin.buffer
 
 
-def check_source(path: Path) -> None:
-    """Raise TextFileError unless there is such a file."""
+def check_source(path: Path, delimiter: str | None = None) -> None:
+    """Raise TextFileError unless there is such a file, which may have a delimiter if one is given."""
+    check_given(delimiter, name_of(path), kind_of(path))
     if path == STDIN:
         return
     if not path.exists():
@@ -280,35 +287,24 @@ def _values_of(entry: Any, columns: tuple[str, ...] | None, where: str) -> tuple
     return tuple(map(entry.__getitem__, columns))
 
 
-def _read_csv(path: Path, columns: tuple[str, ...] | None, choose: Choose, bad: Bad) -> Iterator[tuple[str, tuple]]:
+def _read_csv(
+    path: Path, columns: tuple[str, ...] | None, choose: Choose, bad: Bad, given: str | None = None
+) -> Iterator[tuple[str, tuple]]:
     # strict: a stray quote would otherwise swallow the lines up to the next one.
-    sign = delimiter_of(path, lines_of(path), is_tsv=False)
+    sign = delimiter_of(path, _good_lines(path), is_tsv=False, given=given)
     yield from _read_table(path, columns, choose, bad, delimiter=sign, strict=True)
 
 
-def _read_tsv(path: Path, columns: tuple[str, ...] | None, choose: Choose, bad: Bad) -> Iterator[tuple[str, tuple]]:
-    sign = delimiter_of(path, lines_of(path), is_tsv=True)
+def _read_tsv(
+    path: Path, columns: tuple[str, ...] | None, choose: Choose, bad: Bad, given: str | None = None
+) -> Iterator[tuple[str, tuple]]:
+    sign = delimiter_of(path, _good_lines(path), is_tsv=True, given=given)
     yield from _read_table(path, columns, choose, bad, delimiter=sign, quoting=csv.QUOTE_NONE)
 
 
-def delimiter_of(path: Path, lines: Iterable[str], *, is_tsv: bool) -> str:
-    """What is between the fields of a .csv or a .tsv, by its header, which is the first of its lines that is not blank.
-    What stands in the quotation marks of a .csv is a name.
-
-    Raises TextFileError: it is not clear, or a .tsv has no tabs, and what may be there instead.
-    """
-    header = next((line for line in lines if line.strip()), "").rstrip("\r\n")
-    outside = header if is_tsv else _QUOTED.sub("", header)
-    found = [sign for sign in _OTHER_DELIMITERS if sign in outside]
-    if is_tsv:
-        if "\t" not in found and ("," in header or found):
-            raise TextFileError(f"{path}: the first line has no tab: {_shown(header)}; is this a .csv?")
-        return "\t"
-    if "," in outside or not found:
-        return ","
-    if len(found) > 1:
-        raise TextFileError(f"{path}: what is between the fields of the first line? {_shown(header)}: write commas")
-    return found[0]
+def _good_lines(path: Path) -> Iterator[str]:
+    """For a first look: what cannot be read is told when the rows are."""
+    return (line for _, line in _numbered(path, lambda error: None))
 
 
 def _read_table(

@@ -135,13 +135,16 @@ class Design:
         }
 
 
-def train_vocabulary(source: Source, design: Design, *, column: str = "text") -> Vocabulary:
-    """A vocabulary of the corpus of `source` (see `load_source`). One of the same texts and design is made once.
+def train_vocabulary(
+    source: Source, design: Design, *, column: str = "text", delimiter: str | None = None
+) -> Vocabulary:
+    """A vocabulary of the corpus of `source` (see `load_source`, for `delimiter`, too). One of the same texts and
+    design is made once.
 
     Raises InputError: no such column, or no texts.
     """
     datasets = import_datasets()
-    rows = load_source(source)
+    rows = load_source(source, delimiter=delimiter)
     where = str(source) if isinstance(source, (str, os.PathLike)) else "the corpus"
     check_columns(rows, [column], where)
     known = json.dumps([rows._fingerprint, column, *vars(design).values()], default=dict)

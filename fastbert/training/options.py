@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from fastbert.data import delimiters
 from fastbert.errors import ConfigError
 from fastbert.messages import did_you_mean
 
@@ -39,6 +40,7 @@ class RunOptions:
     resume: bool = option(False, "go on with the run in --output")
     dry_run: bool = option(False, "show some examples as the model gets them, and train nothing")
     seed: int = option(42, "of the order of examples, masks, dropout and new weights")
+    delimiter: str = option("", delimiters.HELP, group="task")
 
     steps: int = option(0, "steps of the optimizer; 0: as --epochs says", group="length")
     epochs: float = option(3.0, "times that every example is seen", group="length")

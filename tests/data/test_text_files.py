@@ -40,7 +40,7 @@ def test_a_name_of_a_column_may_hold_any_sign(tmp_path):
 @pytest.mark.parametrize(
     "name,line,message",
     (
-        ("a.csv", "text;id|lang", "what is between the fields of the first line"),
+        ("a.csv", "text;id|lang;x", "what is between the fields of the first line"),
         ("a.tsv", "text,id", "the first line has no tab: .* is this a .csv"),
         ("a.tsv", "text;id", "the first line has no tab: .* is this a .csv"),
         ("a.tsv", "text|id", "the first line has no tab: .* is this a .csv"),

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastbert.cli.parser import A_MODEL, UsageError, add_command, add_model, positive
+from fastbert.cli.parser import A_MODEL, UsageError, add_command, add_delimiter_option, add_model, positive
 from fastbert.cli.stopping import USER_ERROR, raise_if_stopped, say
 from fastbert.data.text_files import TEXT_KINDS, read_texts
 
@@ -38,12 +38,15 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--labelled", metavar="FILE", type=Path, help="rows with a label each, or pairs of texts with a score each"
     )
+    add_delimiter_option(parser)
     parser.add_argument("--output", metavar="DIR", type=Path, help="folder for comparison.json, .md and .png")
 
 
 def run(options: argparse.Namespace) -> int:
     if options.output is not None and options.output.exists() and not options.output.is_dir():
         raise UsageError(f"--output {options.output} is no folder")
+    if options.delimiter is not None and options.texts is None and options.labelled is None:
+        raise UsageError("--delimiter is for the files of --texts and --labelled")
 
     import torch
 
@@ -59,8 +62,8 @@ def run(options: argparse.Namespace) -> int:
     if lengths is None:
         known = ", ".join(w.id for w in WORKLOADS)
         raise UsageError(f"--workload: unknown {options.workload!r}; known are {known}")
-    data = None if options.labelled is None else read_labelled(options.labelled)
-    texts = None if options.texts is None else list(read_texts(options.texts))
+    data = None if options.labelled is None else read_labelled(options.labelled, options.delimiter)
+    texts = None if options.texts is None else list(read_texts(options.texts, delimiter=options.delimiter))
     if texts is not None and not texts:
         raise UsageError(f"{options.texts} holds no texts")
     candidates, failed = [], 0

@@ -18,7 +18,7 @@ class LabelledTexts:
     is_scored: bool  # pairs with numbers: similarity, relevance
 
 
-def read_labelled(path: Path) -> LabelledTexts:
+def read_labelled(path: Path, delimiter: str | None = None) -> LabelledTexts:
     """Raises InputError or TextFileError."""
     import numpy as np
 
@@ -32,7 +32,7 @@ def read_labelled(path: Path) -> LabelledTexts:
         texts_of,
     )
 
-    rows, where = load_source([str(path)]), str(path)
+    rows, where = load_source([str(path)], delimiter=delimiter), str(path)
     names = rows.column_names
     columns, answer = text_columns(names, (), where), label_column(names, "", where)
     answers = rows[answer][:]

@@ -13,6 +13,7 @@ from fastbert.cli.parser import (
     AGGREGATES,
     UsageError,
     add_command,
+    add_delimiter_option,
     add_model,
     add_running_options,
     add_windows_option,
@@ -44,6 +45,7 @@ def add(commands: Any) -> None:
         "--columns", metavar="NAME", nargs="+",
         help="the columns of the texts: one, or two; by default those of the training data, or by their usual names",
     )  # fmt: skip
+    add_delimiter_option(parser)
     parser.add_argument(
         "--output", metavar="OUT", type=Path, default=STDOUT, help="a .jsonl, a .csv, a .parquet, or - (default)"
     )
@@ -70,7 +72,7 @@ def _share(text: str) -> float:
 
 def run(options: argparse.Namespace) -> int:
     check_output(options.output, NESTED_ROW_KINDS, options.force)
-    check_source(options.file)
+    check_source(options.file, options.delimiter)
     windows_of(options)  # what is wrong with it is said at once
     if missing := absent("scipy"):
         raise UsageError(f"predict needs {', '.join(missing)}: {install('train')}")
@@ -133,7 +135,7 @@ def _rows(options: argparse.Namespace, usage: Any) -> Iterator[dict[str, Any]]:
     wanted = _number_of_texts(usage)
     if given is not None and len(given) not in wanted:
         raise UsageError(f"--columns has {len(given)} names; this model reads {' or '.join(map(str, wanted))}")
-    for values in read_rows(path, given, choose):
+    for values in read_rows(path, given, choose, delimiter=options.delimiter):
         names = names or ("text",)
         if len(values) != len(names) or len(values) not in wanted:
             raise UsageError(

@@ -32,10 +32,16 @@ class Corpus:
 
 
 def tokenize_corpus(
-    source: Source, tokenizer: Tokenizer, *, column: str = "text", split: str = "train", processes: int | None = None
+    source: Source,
+    tokenizer: Tokenizer,
+    *,
+    column: str = "text",
+    split: str = "train",
+    processes: int | None = None,
+    delimiter: str | None = None,
 ) -> Corpus:
-    """The corpus of `source` (see `load_source`, for `split`, too), tokenised once: `datasets` keeps what came out for
-    the next run.
+    """The corpus of `source` (see `load_source`, for `split` and `delimiter`, too), tokenised once: `datasets` keeps
+    what came out for the next run.
 
     In files of text a line is a segment, and a blank line ends a document; elsewhere each row's `column` is a document,
     and a line of it a segment. A document without tokens is left out. `processes`: that tokenise; None: this one alone,
@@ -44,7 +50,7 @@ def tokenize_corpus(
     Raises InputError: no such column, or no tokens at all.
     """
     datasets = import_datasets()
-    rows = load_source(source, split)
+    rows = load_source(source, split, delimiter=delimiter)
     where = str(source) if isinstance(source, (str, os.PathLike)) else "the corpus"
     check_columns(rows, [column], where)
     is_lines = rows.info.builder_name == "text"

@@ -30,8 +30,9 @@ def make_task(options: FinetuneOptions) -> QuestionAnswering:
     folder = find_base(options)
     if not options.train:
         raise InputError("train is missing: the file to learn from")
-    train = _with_places(load_questions(options.train, "train"))
-    held_out = load_questions(options.eval, "validation") if options.eval else None
+    sign = options.delimiter or None
+    train = _with_places(load_questions(options.train, "train", delimiter=sign))
+    held_out = load_questions(options.eval, "validation", delimiter=sign) if options.eval else None
     model, tokenizer = load_base(folder, AutoModelForQuestionAnswering, options, {"num_labels": 2})
     no_answer = not all(train.answers)
     usage = Usage("qa", ("question", "context"), options.max_length, options.doc_stride or None, no_answer)

@@ -124,7 +124,7 @@ def _new_vocabulary(options: PretrainOptions, model_type: str, train: Source, lo
         cased=options.cased,
         max_length=max(512, longest),
     )
-    return train_vocabulary(train, design, column=options.column)
+    return train_vocabulary(train, design, column=options.column, delimiter=options.delimiter or None)
 
 
 def _make_model(options: PretrainOptions, config: EncoderConfig, folder: Path | None) -> Any:
@@ -160,4 +160,6 @@ def _check_length(model: Any, longest: int) -> None:
 
 
 def _corpus(source: Source, vocabulary: Vocabulary, options: PretrainOptions, name: str) -> Corpus:
-    return tokenize_corpus(source, vocabulary.tokenizer, column=options.column, split=DATA[name])
+    return tokenize_corpus(
+        source, vocabulary.tokenizer, column=options.column, split=DATA[name], delimiter=options.delimiter or None
+    )

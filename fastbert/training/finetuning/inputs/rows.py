@@ -46,8 +46,9 @@ def load_rows(options: FinetuneOptions) -> Rows:
     if not options.train:
         raise InputError("train is missing: the file to learn from")
     train_name, eval_name = (", ".join(names) for names in (options.train, options.eval))
-    train = load_source(list(options.train))
-    held_out = load_source(list(options.eval), split="validation") if options.eval else None
+    sign = options.delimiter or None
+    train = load_source(list(options.train), delimiter=sign)
+    held_out = load_source(list(options.eval), split="validation", delimiter=sign) if options.eval else None
     for rows, name in ((train, train_name), (held_out, eval_name)):
         if rows is not None and not len(rows):
             raise InputError(f"{name} holds no rows")

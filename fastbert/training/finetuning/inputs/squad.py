@@ -30,15 +30,17 @@ class Questions:
     name: str
 
 
-def load_questions(names: Sequence[str], split: str, *, with_answers: bool = True) -> Questions:
+def load_questions(
+    names: Sequence[str], split: str, *, with_answers: bool = True, delimiter: str | None = None
+) -> Questions:
     """Raises InputError, naming the question: nothing there, a part that is missing, or an empty one."""
     name = ", ".join(names)
     made = Questions([], [], [], [], name)
-    if all(Path(path).suffix.lower() == ".json" and Path(path).is_file() for path in names):
+    if delimiter is None and all(Path(path).suffix.lower() == ".json" and Path(path).is_file() for path in names):
         for path in names:
             _read_squad(Path(path), made, with_answers)
     else:
-        rows = load_source(list(names), split)
+        rows = load_source(list(names), split, delimiter=delimiter)
         check_columns(rows, COLUMNS if with_answers else COLUMNS[:2], name)
         ids = rows["id"][:] if "id" in rows.column_names else range(1, len(rows) + 1)
         answers = rows["answers"][:] if with_answers else [None] * len(rows)

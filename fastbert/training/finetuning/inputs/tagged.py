@@ -49,13 +49,14 @@ def load_tagged(options: FinetuneOptions) -> tuple[Tagged, Tagged | None, tuple[
 
 def _load(names: Sequence[str], options: FinetuneOptions, split: str) -> Tagged:
     name = ", ".join(names)
-    if all(is_conll(path) for path in names):
+    sign = options.delimiter or None
+    if sign is None and all(is_conll(path) for path in names):
         texts = [text for path in names for text in read_conll(Path(path), hash_lines=options.hash_lines)]
         tagged = Tagged(
             [[word for word, _ in text] for text in texts], [[tag for _, tag in text] for text in texts], name
         )
     else:
-        rows = load_source(list(names), split)
+        rows = load_source(list(names), split, delimiter=sign)
         columns = rows.column_names
         words = options.text_columns[0] if options.text_columns else _first(columns, WORDS, name, "words")
         tags = options.label_column or _first(columns, _TAGS, name, "tags")

@@ -1,0 +1,128 @@
+"""What is between the fields of a table: what its first lines say, what decides, and what a user says."""
+
+from __future__ import annotations
+
+import pytest
+from command_line import fails
+
+from fastbert.data.delimiters import sign_of
+from fastbert.data.sources import load_source
+from fastbert.data.text_files import read_kept, read_rows, read_texts
+from fastbert.errors import InputError, TextFileError
+
+
+def both(path, text, **options) -> list[dict]:
+    """The rows of a table by the reader of lines, which has to agree with that of `datasets`."""
+    path.write_text(text)
+    names: list[str] = []
+    rows = list(read_rows(path, None, lambda there: names.extend(there) or there, **options))
+    found = [dict(zip(names, row, strict=True)) for row in rows]
+    assert load_source(path, **options).to_list() == found
+    return found
+
+
+PRICES = "text;price, EUR\ngood;1\nbad;0\n"
+
+
+@pytest.mark.parametrize(
+    "text,wanted",
+    (
+        (PRICES, [{"text": "good", "price, EUR": "1"}, {"text": "bad", "price, EUR": "0"}]),
+        ('text;price, EUR\n"a, b; c";1\nd, e;0\n',
+         [{"text": "a, b; c", "price, EUR": "1"}, {"text": "d, e", "price, EUR": "0"}]),
+        ("text,is a|b\nx,1\n", [{"text": "x", "is a|b": "1"}]),
+        ('"te\nxt";label\n"a, cat";1\n', [{"te\nxt": "a, cat", "label": "1"}]),
+        ('"te\n\n, ;""xt""";label\na;1\n', [{'te\n\n, ;"xt"': "a", "label": "1"}]),
+        ('text\n"a, b"\nc;d\n', [{"text": "a, b"}, {"text": "c;d"}]),
+    ),
+)  # fmt: skip
+def test_a_delimiter_is_found(text, wanted, tmp_path):
+    assert both(tmp_path / "a.csv", text) == wanted
+
+
+@pytest.mark.parametrize(
+    "text",
+    ("text,score;weight\nhello; there,1\n", "text;price, EUR\n", "text;price, EUR\na\nb;1\n", 'a;b,c\n"x;1\n'),
+)
+def test_what_the_first_rows_leave_open_is_asked_for(text, tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text(text)
+    for read in (lambda: list(read_texts(path)), lambda: load_source(path)):
+        with pytest.raises((TextFileError, InputError), match=r"first line, ',' or ';'\? .*: say it with --delimiter"):
+            read()
+
+
+def test_a_delimiter_that_is_given(tmp_path):
+    text = "text,score;weight\nhello; there,1\n"
+    assert both(tmp_path / "a.csv", text, delimiter=",") == [{"text": "hello; there", "score;weight": "1"}]
+    assert both(tmp_path / "a.csv", text, delimiter=";") == [{"text,score": "hello", "weight": " there,1"}]
+    assert both(tmp_path / "a.csv", "text:id\na, b:1\n", delimiter=":") == [{"text": "a, b", "id": "1"}]
+    for name in ("tab", "\\t", "\t"):
+        assert both(tmp_path / "a.csv", "text\tid\na, b\t1\n", delimiter=name) == [{"text": "a, b", "id": "1"}]
+    assert both(tmp_path / "a.tsv", 'text;id\n"a;1\n', delimiter=";") == [
+        {"text": '"a', "id": "1"}
+    ]  # unquoted, as ever
+    assert both(tmp_path / "a.csv", "text\na, b\n", delimiter=";") == [{"text": "a, b"}]  # a column by itself
+    path = tmp_path / "b.csv"
+    path.write_text(text)
+    assert list(read_texts(path, "weight", delimiter=";")) == [" there,1"]
+    assert list(read_kept(path, "text", ["score;weight"], delimiter=",")) == [("hello; there", "1")]
+
+
+@pytest.mark.parametrize(
+    "name,text,delimiter,message",
+    (
+        ("a.csv", "text,id\na,1\n", ";", r"a.csv: the first line has no ';', which was given as the del.*text,id"),
+        ("a.csv", '"a;b",id\na,1\n', ";", r"a.csv: the first line has no ';'"),
+        ("a.tsv", "text\tid\na\t1\n", ";", r"a.tsv: the first line has no ';'"),
+        ("a.jsonl", '{"text": "a"}\n', ";", r"a.jsonl: a delimiter is for .csv and .tsv files"),
+        ("a.txt", "a\n", ";", r"a.txt: a delimiter is for .csv and .tsv files"),
+        ("a.csv", "text,id\na,1\n", ";;", r"delimiter is ';;'; it must be one character"),
+    ),
+)  # fmt: skip
+def test_a_delimiter_that_does_not_fit(name, text, delimiter, message, tmp_path):
+    path = tmp_path / name
+    path.write_text(text)
+    for read in (lambda: list(read_texts(path, delimiter=delimiter)), lambda: load_source(path, delimiter=delimiter)):
+        with pytest.raises((TextFileError, InputError), match=message):
+            read()
+
+
+@pytest.mark.parametrize("given", ("", ";;", '"', "\n", "a", "1", "\u00a7"))
+def test_what_is_no_delimiter(given):
+    with pytest.raises(TextFileError, match="it must be one character"):
+        sign_of(given)
+
+
+WORDS = {
+    "encode": ("FILE", "--model", "M", "--output", "-"),
+    "search": ("query", "FILE", "--model", "M"),
+    "rerank": ("query", "FILE", "--model", "M"),
+    "classify": ("FILE", "--model", "M"),
+    "predict": ("M", "FILE"),
+    "quantize": ("M", "OUT", "--report", "FILE"),
+    "compare": ("M", "--texts", "FILE"),
+    "bench": ("--corpus", "FILE"),
+    "finetune": ("--model", "M", "--train", "FILE", "--output", "OUT"),
+    "pretrain": ("--preset", "baby", "--train", "FILE", "--output", "OUT"),
+}
+
+
+@pytest.mark.parametrize("command", WORDS)
+def test_every_command_that_reads_tables_takes_one(command, tmp_path):
+    """And it gets to the reader: a file that has none says so."""
+    import tiny
+
+    model = tiny.write_model(tmp_path / "model", num_hidden_layers=1)
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "label": "b"}\n')
+    places = {"FILE": tmp_path / "a.jsonl", "M": model, "OUT": tmp_path / "out"}
+    words = [command, *(places.get(word, word) for word in WORDS[command])]
+    assert "a.jsonl: a delimiter is for .csv and .tsv files" in fails(*words, "--delimiter", ";")
+    assert "delimiter" in fails(*words, "--delimiter", ";;") and not (tmp_path / "out").exists()
+
+
+def test_commands_without_a_table(tmp_path):
+    assert "--delimiter is for the file of --report" in fails("quantize", "m", tmp_path / "out", "--delimiter", ";")
+    assert "--delimiter is for the files of" in fails("compare", "bert-base", "--delimiter", ";")
+    assert "--delimiter needs --corpus" in fails("bench", "--delimiter", ";")
+    assert "a delimiter is for .csv and" in fails("encode", "-", "--model", "m", "--output", "-", "--delimiter", ";")
