@@ -12,7 +12,8 @@ import fastbert
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    heads = {"vectors": "Model", "label": "SequenceClassification", "tags": "TokenClassification", "answers": "QuestionAnswering"}
+    heads = {"vectors": "Model", "label": "SequenceClassification"}
+    heads |= {"tags": "TokenClassification", "answers": "QuestionAnswering"}
     made = {name: tiny.write_model(root / name, head=head) for name, head in heads.items()}
     return made | {"score": tiny.write_model(root / "score", head="SequenceClassification", num_labels=1)}
 

@@ -199,7 +199,8 @@ def test_a_model_card(tmp_path):
 def test_a_tokenizer_that_no_longer_cuts(tmp_path):
     """The folder, sentence-transformers' form and windows go by the model's own length then."""
     left = {"processor_kwargs": {"truncation_side": "left"}}
-    encoder = fastbert.SentenceEncoder(tiny.write_sentence_model(tmp_path / "old"), device="cpu", max_seq_length=12, **left)
+    folder = tiny.write_sentence_model(tmp_path / "old")
+    encoder = fastbert.SentenceEncoder(folder, device="cpu", max_seq_length=12, **left)
     expected, windows = encoder.encode(TEXTS), encoder.encode(TEXTS, windows=fastbert.Windows())
     encoder.tokenizer.no_truncation()
     encoder.save_pretrained(tmp_path / "new")
