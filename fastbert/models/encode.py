@@ -36,7 +36,8 @@ class Wanted(NamedTuple):
     lies behind its probabilities, if these are all; the last hidden state is then what the last layer that ran gave.
     is_causal: no token sees those behind it. pooler: what the pooler makes, too, where one op does all of it. unpacked:
     hidden states and probabilities are in the layout of the caller's input. What comes next is then made of them where
-    gradients are recorded, so that they have gradients.
+    gradients are recorded, so that they have gradients. shows_states: hidden states were asked for, if only by numbers
+    that no layer has: the output has a place for each of them.
     """
 
     hidden_states: frozenset[int] = frozenset()
@@ -45,6 +46,7 @@ class Wanted(NamedTuple):
     is_causal: bool = False
     pooler: bool = False
     unpacked: bool = False
+    shows_states: bool = False
 
     @classmethod
     def of_all(cls, num_layers: int, hidden_states: bool | int | Sequence[int], probs: bool, pooler: bool) -> Wanted:
@@ -53,8 +55,9 @@ class Wanted(NamedTuple):
         asked = [hidden_states] if isinstance(hidden_states, int) else hidden_states
         asked = range(count) if hidden_states is True else asked if hidden_states else ()
         states = frozenset(i % count for i in asked if -count <= i < count)  # others select nothing in transformers
-        unpacked = bool(hidden_states or probs)
-        return cls(states, frozenset(range(num_layers if probs else 0)), pooler=pooler, unpacked=unpacked)
+        shows = bool(hidden_states)
+        every = frozenset(range(num_layers if probs else 0))
+        return cls(states, every, pooler=pooler, unpacked=shows or bool(probs), shows_states=shows)
 
     def layers_to_run(self, num_layers: int) -> int:
         return max(0, *self.hidden_states, *(i + 1 for i in self.probs)) if self.stops else num_layers
@@ -204,7 +207,7 @@ def run_encoder(
         x = keep(x)
     states: tuple[torch.Tensor | None, ...] = tuple(hidden_states)
     last = None
-    if wanted.unpacked and states:
+    if wanted.shows_states:
         by_number = dict(zip(sorted(wanted.hidden_states), states, strict=True))
         states, last = tuple(by_number.get(i) for i in range(count + 1)), by_number.get(count)
     return EncoderOutput(x, states or None, tuple(probs) or None, last=last)

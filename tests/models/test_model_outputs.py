@@ -216,7 +216,7 @@ def test_gradients_flow_through_loss_and_read_logits():
     assert_close_to_reference(grad(both), grad(both, torch.float64), baseline, GRADIENT_FACTOR)
 
 
-@pytest.mark.parametrize("asked", [[0, 2], 1, [-1, 0], [99, 1], 0, []], ids=str)
+@pytest.mark.parametrize("asked", [[0, 2], 1, [-1, 0], [99, 1], [99], 99, -9, 0, []], ids=str)
 def test_some_of_the_hidden_states(asked):
     """As transformers 5.23 has it; versions before give all."""
     pytest.importorskip("transformers", minversion="5.23")
