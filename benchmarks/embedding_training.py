@@ -70,7 +70,7 @@ def write_model(name: str, fresh: bool, folder: Path) -> str:
     if fresh:
         torch.manual_seed(0)
         for path in encoder.model.config.layer_paths[len(encoder.model.config.layer_paths) // 2 :]:
-            encoder.model.get_submodule(path).apply(encoder.model._init_leaf)
+            encoder.model.get_submodule(path).apply(encoder.model._init_weights)
     encoder.save_pretrained(folder)
     return str(folder)
 

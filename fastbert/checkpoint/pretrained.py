@@ -166,7 +166,8 @@ def load_weights(
     if len(missing) == len(own) - len(tied):
         raise CheckpointError(f"{source}: none of its keys is one of the model's; it has {some(unexpected, 4)}")
     buffers = dict(model.named_buffers())  # of int8 layers, and frequencies, which the config has, too
-    if absent := [key for key in missing if key in buffers and key not in model.frequency_keys()]:
+    unfilled = [key for key in missing if key in buffers and buffers[key].is_meta]  # not a user's own
+    if absent := [key for key in unfilled if key not in model.frequency_keys()]:
         raise CheckpointError(f"{source}: the config asks for int8 layers, whose tensors are missing: {some(absent)}")
     try:
         model.load_state_dict({k: t for k, t in weights.items() if k in own}, strict=False, assign=True)
@@ -174,7 +175,13 @@ def load_weights(
         raise CheckpointError(f"{source}: {' '.join(str(error).split())}") from None
     model.tie_weights()  # first, so that a copy is not made anew
     _materialise(model, common)
+    if common is not None:  # what a subclass has added was made before the checkpoint's dtype was known
+        tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        for key in tensors.keys() & fresh.union(missing).difference(model.frequency_keys()):
+            if tensors[key].is_floating_point():
+                tensors[key].data = tensors[key].data.to(common)
     model.tie_weights()
+    model.mark_initialised()
     if dtype is not None:
         kept = {id(model.get_buffer(key)) for key in model.frequency_keys()}
         model._apply(lambda t: t.to(dtype) if t.is_floating_point() and id(t) not in kept else t)
@@ -210,11 +217,11 @@ def _materialise(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
             for name in parameters.keys() - loaded.keys():
                 empty = torch.empty(parameters[name].shape, device="cpu", dtype=dtype or parameters[name].dtype)
                 module._parameters[name] = nn.Parameter(empty, requires_grad=parameters[name].requires_grad)
-            model._init_leaf(module)
+            model._init_weights(module)
             for name, value in loaded.items():  # half of the leaf was there: what was loaded stays
                 parameters[name].copy_(value)
         if buffers := {name: b for name, b in module._buffers.items() if b is not None and b.is_meta}:
             module._buffers.update(
                 {name: torch.empty(b.shape, device="cpu", dtype=b.dtype) for name, b in buffers.items()}
             )
-            model._init_leaf(module)
+            model._init_weights(module)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -31,3 +33,36 @@ def unfilled() -> Iterator[None]:
     """Modules that are made inside have their parameters on the meta device: shapes, and no values."""
     with torch.device("meta"), _WithoutDraws():
         yield
+
+
+_MADE_UNFILLED: ContextVar[bool] = ContextVar("_MADE_UNFILLED", default=False)
+
+
+@contextmanager
+def unfilled_models() -> Iterator[None]:
+    """Models of ours that are made inside are unfilled. What a user's subclass adds to them has its values, on the CPU:
+    a checkpoint need not bring it, and only the subclass's constructor knows what they are.
+    """
+    token = _MADE_UNFILLED.set(True)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        _MADE_UNFILLED.reset(token)
+
+
+def may_be_unfilled(init: Callable[..., None]) -> Callable[..., None]:
+    """Of the constructors of our models, which `unfilled_models` speaks of."""
+
+    @functools.wraps(init)
+    def made(*args: Any, **kwargs: Any) -> None:
+        if not _MADE_UNFILLED.get():
+            return init(*args, **kwargs)
+        token = _MADE_UNFILLED.set(False)  # a model with a head makes its base model in here
+        try:
+            with unfilled():
+                return init(*args, **kwargs)
+        finally:
+            _MADE_UNFILLED.reset(token)
+
+    return made

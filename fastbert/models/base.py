@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fastbert import ops
+from fastbert.checkpoint.unfilled import may_be_unfilled
 from fastbert.config import EncoderConfig
 from fastbert.errors import ConfigError, InputError
 from fastbert.families.schema import Family
@@ -147,6 +148,7 @@ class HasModel:
 class EncoderModel(PreTrainedModel, RunsBaseModel):
     """A family's encoder. Subclasses name their family; the leaves sit at Hugging Face's paths."""
 
+    @may_be_unfilled
     def __init__(self, config: EncoderConfig, add_pooling_layer: bool | None = None):
         super().__init__(config)
         config, family = self.config, self.family

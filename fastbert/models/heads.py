@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fastbert import ops
+from fastbert.checkpoint.unfilled import may_be_unfilled
 from fastbert.config import EncoderConfig
 from fastbert.errors import InputError
 from fastbert.layers.leaves import get_leaf, in_use, is_linear, weights_of
@@ -59,6 +60,7 @@ class HeadModel(PreTrainedModel):
     def needs_pooler(self) -> bool:
         return False
 
+    @may_be_unfilled
     def __init__(self, config: EncoderConfig):
         super().__init__(config)
         self.add_module(self.family.prefix, self.base_class(self.config, add_pooling_layer=self.needs_pooler))

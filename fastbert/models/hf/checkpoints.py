@@ -30,7 +30,7 @@ from fastbert.checkpoint.pretrained import (
 from fastbert.checkpoint.publishing import model_card, push
 from fastbert.checkpoint.saving import save
 from fastbert.checkpoint.tokenizer_files import copy_tokenizer
-from fastbert.checkpoint.unfilled import unfilled
+from fastbert.checkpoint.unfilled import unfilled_models
 from fastbert.checkpoint.weight_files import some
 from fastbert.config import EncoderConfig
 from fastbert.errors import ConfigError
@@ -156,7 +156,7 @@ class CheckpointMixin(nn.Module):
                 own = own.replace(**changes)
             if replacing is None and not {"num_hidden_layers", "num_hidden_groups", "inner_group_num"} & set(changes):
                 check_layers(own, weights, name)
-            with unfilled():
+            with unfilled_models():
                 options = {} if add_pooling_layer is None else {"add_pooling_layer": add_pooling_layer}
                 model = cls(own, **options)
             if add_pooling_layer is False:

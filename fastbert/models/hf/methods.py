@@ -14,10 +14,14 @@ from torch import nn
 from fastbert.checkpoint.arguments import left_over
 from fastbert.config import EncoderConfig
 from fastbert.errors import ConfigError
+from fastbert.layers.leaves import Container
 from fastbert.layers.rotary import RotaryFrequencies, RotaryTable
 from fastbert.models.hf.checkpoints import CheckpointMixin
 
-_INITIALISED = "_is_hf_initialized"  # transformers' mark of a module that post_init leaves as it is
+_INITIALISED = "_is_hf_initialized"  # transformers' mark of a module, or a tensor, that post_init leaves as it is
+# What has the weight 1 and the bias 0, and what is drawn as a Linear is (transformers has the same lists).
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
+_PRODUCTS = (nn.Linear, nn.modules.conv._ConvNd)
 
 
 class TheirMethods(CheckpointMixin):
@@ -37,19 +41,47 @@ class TheirMethods(CheckpointMixin):
         """Initialise modules that are new: not what a model's constructor has made, loaded or not (as transformers)."""
         self._draw_weights([module for module in self.modules() if _INITIALISED not in module.__dict__])
 
+    def mark_initialised(self) -> None:
+        """All modules have their weights: a checkpoint has brought them."""
+        for module in self.modules():
+            module.__dict__[_INITIALISED] = True
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
+        """As torch's: other memory, without values. init_weights draws all of them."""
+        for module in self.modules() if recurse else [self]:
+            module.__dict__.pop(_INITIALISED, None)
+        return super().to_empty(device=device, recurse=recurse)
+
     @torch.no_grad()
     def _draw_weights(self, modules: Iterable[nn.Module]) -> None:
-        """BERT's initialisation: normal with initializer_range, biases 0, LayerNorm 1 and 0, padding row 0."""
         for module in modules:
-            self._init_leaf(module)
-            module.__dict__[_INITIALISED] = True
+            self._draw(module)
         self.tie_weights()
 
-    def _init_leaf(self, module: nn.Module) -> None:
+    def _draw(self, module: nn.Module) -> None:
+        """Initialise what a module itself holds. What is on the meta device has no values, and is new later on, too."""
+        own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+        if any([t.is_meta for t in own]):
+            return
+        loaded = [(t, t.clone()) for t in own if _INITIALISED in t.__dict__]  # by transformers, in a model of its own
+        if not own or len(loaded) < len(own):
+            self._init_weights(module)
+        for t, value in loaded:
+            t.copy_(value)
+        if own or module is not self:  # to which a subclass may add a parameter yet
+            module.__dict__[_INITIALISED] = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """BERT's initialisation: normal with initializer_range, biases 0, norms 1 and 0, padding row 0; LSTMs as
+        transformers has them. Modules of other kinds keep what their constructors made, if they are not ours.
+
+        A subclass may override it, as in transformers, for modules of its own.
+        """
         std = self.config.initializer_range
         if isinstance(module, (RotaryTable, RotaryFrequencies)):
             module.fill()
-        elif isinstance(module, (nn.Linear, nn.Conv1d)):
+        elif isinstance(module, _PRODUCTS):
             module.weight.normal_(0.0, std)
             if module.bias is not None:
                 module.bias.zero_()
@@ -57,11 +89,16 @@ class TheirMethods(CheckpointMixin):
             module.weight.normal_(0.0, std)
             if module.padding_idx is not None:
                 module.weight[module.padding_idx].zero_()
-        elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-            for parameter, value in ((module._parameters["weight"], 1.0), (module._parameters.get("bias"), 0.0)):
-                if parameter is not None:  # neither need be there
+        elif isinstance(module, nn.LSTM):
+            for name, own in module.named_parameters():
+                nn.init.xavier_uniform_(own) if "weight" in name else own.zero_()
+        elif isinstance(module, _NORMS):
+            for name, value in (("weight", 1.0), ("bias", 0.0)):  # neither need be there
+                if (parameter := module._parameters.get(name)) is not None:
                     parameter.fill_(value)
-        else:  # the decoder bias's second name
+            if isinstance(module, nn.modules.batchnorm._NormBase):
+                module.reset_running_stats()
+        elif isinstance(module, Container):  # biases
             for parameter in module._parameters.values():
                 if parameter is not None:
                     parameter.zero_()
@@ -73,11 +110,11 @@ class TheirMethods(CheckpointMixin):
     def initialize_weights(self) -> None:
         self.init_weights()
 
-    def _init_weights(self, module: nn.Module) -> None:
-        self._init_leaf(module)
-
+    @torch.no_grad()
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        """What the post_init of a model around this one calls for each module in it: all have their weights."""
+        """What the post_init of a model around this one calls for each module in it."""
+        if _INITIALISED not in module.__dict__:
+            self._draw(module)
 
     @classmethod
     def _from_config(cls, config: Any, **options: Any) -> Any:
