@@ -33,7 +33,7 @@ from fastbert.models.encode import (
 )
 from fastbert.models.hf.access import ModelAccess
 from fastbert.models.hf.recording import record, records_hf
-from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, refuse_others, table_sizes
+from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, refuse_others, table_sizes, taken
 from fastbert.models.outputs import ModelOutput
 from fastbert.models.quantized import entry_of, place_int8
 from fastbert.models.tree import Calls, RunsBaseModel, first_parameter, groups_unsupported, layers_of
@@ -316,6 +316,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         max_seqlen: int | None = None,
         batch: PackedBatch | None = None,
         task_type_ids: torch.Tensor | None = None,
+        **options: Any,
     ) -> ModelOutput | tuple:
         """Encode a batch, padded or packed, or a PackedInputs, which stands for all of the arguments but the options.
 
@@ -326,6 +327,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             cu_seqlens, max_seqlen: int32 (batch + 1,) and the longest sequence's length, if the input is packed.
             batch: instead of these two, that of a PackedInputs, as in `model(**packed_inputs)`.
             task_type_ids: as token_type_ids, of families that have task types (ERNIE 2.0 and later).
+            options: what sentence-transformers has left of its results in features, which is ignored.
 
         Returns:
             `last_hidden_state`: (batch, seqlen, hidden_size), zeros at padding; (total_tokens, hidden_size) if packed.
@@ -336,7 +338,9 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
 
         Raises:
             InputError: an id, a shape, a dtype or an offset is out of bounds. Nothing has been launched.
+            TypeError: there is no argument of such a name.
         """
+        taken(options, (), self)
         given = ModelInputs(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen, batch,
             task_type_ids,

@@ -40,6 +40,17 @@ LEFT_IN_FEATURES = frozenset(
 )
 
 
+def taken(options: dict[str, Any], names: tuple[str, ...], model: nn.Module) -> dict[str, Any]:
+    """Those of a call's further arguments that are given, without what is left in features. Raises TypeError for names
+    that are not among `names`.
+    """
+    found = {name: value for name, value in options.items() if value is not None and name not in LEFT_IN_FEATURES}
+    if unknown := sorted(found.keys() - set(names)):
+        has = f"; it has {', '.join(names)}" if names else ""
+        raise TypeError(f"{type(model).__name__} takes no {', '.join(unknown)}{has}")
+    return found
+
+
 class TableSizes(NamedTuple):
     """The rows of the tables, and the width of a row of the embeddings'; None: there is no table of these positions.
 
