@@ -140,6 +140,10 @@ class ModelInputs(NamedTuple):
     batch: PackedBatch | None = None
     task_type_ids: torch.Tensor | None = None
 
+    def tensors(self) -> dict[str, Any]:
+        """All but `max_seqlen` and `batch`, by name."""
+        return {name: value for name, value in self._asdict().items() if name not in ("max_seqlen", "batch")}
+
     def are_packed(self) -> bool:
         return self.cu_seqlens is not None or self.batch is not None or isinstance(self.input_ids, PackedInputs)
 

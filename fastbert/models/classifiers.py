@@ -17,6 +17,7 @@ from fastbert.layers.encoder import add_norm
 from fastbert.layers.leaves import get_leaf, linear, make_norm, parent_of, place, within
 from fastbert.models.encode import first_tokens
 from fastbert.models.heads import Encoded, HeadModel, class_labels, mean_loss, token_labels, whole_labels
+from fastbert.models.inputs import check_tensors
 from fastbert.packed_inputs import ModelInputs, PackedInputs
 from fastbert.packing import PackedBatch
 
@@ -191,7 +192,8 @@ class ForMultipleChoice(ClassifierModel):
         """As other heads (the Trainer finds `labels` here); packed input needs `num_choices`, padded input shows it."""
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, task_type_ids)
         padded = kwargs.get("cu_seqlens") is None and kwargs.get("batch") is None
-        if padded and not isinstance(input_ids, (PackedInputs, str, list, tuple)):
+        if padded and not isinstance(input_ids, PackedInputs):
+            check_tensors(ModelInputs(*inputs[:5], task_type_ids=task_type_ids).tensors())
             given, rank = (input_ids, 3) if input_ids is not None else (inputs_embeds, 4)
             if given is None or given.dim() != rank:
                 shape = None if given is None else tuple(given.shape)

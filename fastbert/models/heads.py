@@ -17,7 +17,7 @@ from fastbert.layers.leaves import get_leaf, in_use, is_linear, weights_of
 from fastbert.models.base import EncoderModel, PreTrainedModel, must_be_called
 from fastbert.models.encode import extras_of
 from fastbert.models.hf.recording import record, records_hf
-from fastbert.models.inputs import EncoderInputs, taken
+from fastbert.models.inputs import EncoderInputs, check_tensors, taken
 from fastbert.models.outputs import ModelOutput
 from fastbert.packed_inputs import ModelInputs, PackedInputs, labels_of
 from fastbert.packing import PADDED_LABELS, PackedBatch, checks_values
@@ -134,6 +134,7 @@ class HeadModel(PreTrainedModel):
         if isinstance(input_ids, PackedInputs):
             labelled = labels_of(input_ids, labelled)
         labelled = taken(labelled, self.option_names, self)
+        check_tensors({name: value for name, value in labelled.items() if name != "num_choices"})
         given = ModelInputs(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen, batch,
             task_type_ids,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -38,6 +39,16 @@ class EncoderInputs:
 LEFT_IN_FEATURES = frozenset(
     {"token_embeddings", "sentence_embedding", "scores", "all_layer_embeddings", "token_weights_sum"}
 )
+
+
+def check_tensors(given: Mapping[str, Any]) -> None:
+    """Raises InputError where an argument that stands for a tensor is something else: a text, a list, an array."""
+    for name, value in given.items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            first = next(iter(value), None) if isinstance(value, (list, tuple)) else value
+            is_text = name == "input_ids" and isinstance(first, str)
+            hint = ": a tokenizer makes ids of texts, and SentenceEncoder.encode takes texts themselves"
+            raise InputError(f"{name} is a {type(value).__name__}; it must be a tensor{hint if is_text else ''}")
 
 
 def taken(options: dict[str, Any], names: tuple[str, ...], model: nn.Module) -> dict[str, Any]:
@@ -133,15 +144,12 @@ def prepare_inputs(
     inputs_embeds, attention_mask, position_ids = given.inputs_embeds, given.attention_mask, given.position_ids
     token_type_ids, task_type_ids = given.token_type_ids, given.task_type_ids
     cu_seqlens, max_seqlen, batch = given.cu_seqlens, given.max_seqlen, given.batch
+    check_tensors(given.tensors())
+    if batch is not None and not isinstance(batch, PackedBatch):
+        raise InputError(f"batch is a {type(batch).__name__}; it must be that of a PackedInputs")
     if (input_ids is None) == (inputs_embeds is None):
         raise InputError("give exactly one of input_ids and inputs_embeds")
-    values = input_ids if input_ids is not None else inputs_embeds
-    name = "input_ids" if input_ids is not None else "inputs_embeds"
-    if not isinstance(values, torch.Tensor):
-        first = next(iter(values), None) if isinstance(values, (list, tuple)) else values
-        is_text = isinstance(first, str)
-        hint = ": a tokenizer makes ids of texts, and SentenceEncoder.encode takes texts themselves" if is_text else ""
-        raise InputError(f"{name} is a {type(values).__name__}; it must be a tensor{hint}")
+    values: Any = input_ids if input_ids is not None else inputs_embeds  # one of them is there
     grid = values.shape if input_ids is not None else values.shape[:-1]
     packed = cu_seqlens is not None or batch is not None
     if len(grid) != (1 if packed else 2):

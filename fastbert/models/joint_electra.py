@@ -12,6 +12,7 @@ from fastbert.errors import InputError
 from fastbert.layers.leaves import get_leaf, linear
 from fastbert.models import classes, masked_lm
 from fastbert.models.heads import share_of
+from fastbert.models.inputs import check_tensors
 from fastbert.models.outputs import ModelOutput
 from fastbert.packed_inputs import ModelInputs, PackedInputs, labels_of
 
@@ -71,6 +72,7 @@ class ElectraForJointPreTraining(nn.Module):
         given = {} if labels is None else {"labels": labels}
         if isinstance(input_ids, PackedInputs):
             given = labels_of(input_ids, given)
+        check_tensors(given)
         if "labels" not in given:
             raise InputError("joint pre-training needs labels")
         generator = self.generator

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
+
 import pytest
+import torch
 from family_configs import config_for, make_config
 from tiny import write_sentence_model
 from torch import nn
 
 import fastbert
 from fastbert.errors import ConfigError, InputError
+from fastbert.models.classes import CLASSES
+from fastbert.packed_inputs import ModelInputs
 
 
 def test_accelerate_of_our_own_classes():
@@ -26,6 +32,33 @@ def test_texts_instead_of_ids():
                 model(texts)
         with pytest.raises(InputError, match=r"^input_ids is a list; it must be a tensor$"):
             model([[2, 5, 3]])
+
+
+HEADS = ("Model", "MaskedLM", "PreTraining", "MultipleChoice", "QuestionAnswering", "SequenceClassification")
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_what_is_no_tensor(head):
+    """A list of labels was an AttributeError of torch's, and so was a mask of NumPy's."""
+    model = CLASSES["bert", head](config_for("bert", head, 0))
+    ids = torch.full((2, 3, 4), 5) if head == "MultipleChoice" else torch.full((2, 4), 5)
+    rows = inspect.signature(model.forward).parameters
+    labels = set() if head == "Model" else set(model.option_names)
+    names = {*ModelInputs._fields, *labels} - {"max_seqlen", "batch", "num_choices"}
+    for name, value in itertools.product(sorted(names), ([[0, 1]], ids.numpy(), "a cat")):
+        given = {"input_ids": ids, "start_positions": ids[:, 0], "end_positions": ids[:, 0]}
+        given = {key: t for key, t in given.items() if key in rows} | {name: value}
+        given = {key: t for key, t in given.items() if (key, name) != ("input_ids", "inputs_embeds")}
+        with pytest.raises(InputError, match=f"^{name} is a {type(value).__name__}; it must be a tensor"):
+            model(**given)
+    with pytest.raises(InputError, match=r"^batch is a int; it must be that of a PackedInputs$"):
+        model(ids.flatten(), batch=3, **({"num_choices": 3} if head == "MultipleChoice" else {}))
+
+
+def test_labels_of_joint_pre_training():
+    models = (CLASSES["electra", head](make_config("electra")) for head in ("MaskedLM", "PreTraining"))
+    with pytest.raises(InputError, match=r"^labels is a list; it must be a tensor$"):
+        fastbert.ElectraForJointPreTraining(*models)(torch.full((1, 3), 5), labels=[[-100, 5, -100]])
 
 
 def test_an_encoder_is_no_reranker(tmp_path):
