@@ -23,7 +23,7 @@ from fastbert.acceleration.tree import look_at
 from fastbert.families import FAMILIES
 from fastbert.families.schema import Family
 from fastbert.layers.sharded import class_of
-from fastbert.models.base import PreTrainedModel
+from fastbert.models.base import HasModel, PreTrainedModel
 
 __all__ = ["accelerate", "restore", "status"]
 
@@ -84,7 +84,7 @@ def accelerate(hf_model: M, *, spans_over_real_tokens: bool = False) -> M:
                 forward.say(found)
             _place_heads(plan.family, above, spans_over_real_tokens)
     if not any(map(_is_accelerated, modules.values())):
-        if any(isinstance(module, PreTrainedModel) for module in modules.values()):
+        if isinstance(hf_model, HasModel) or any(isinstance(module, PreTrainedModel) for module in modules.values()):
             raise ValueError(
                 f"{type(hf_model).__name__} runs on fastbert's kernels already: it is of fastbert's own classes, which"
                 " need no accelerate"

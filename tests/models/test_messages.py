@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 from family_configs import config_for, make_config
-from tiny import write_sentence_model
+from tiny import write_model, write_sentence_model
 from torch import nn
 
 import fastbert
@@ -20,6 +20,14 @@ from fastbert.packed_inputs import ModelInputs
 def test_accelerate_of_our_own_classes():
     ours = fastbert.BertModel(make_config("bert"))
     for model in (ours, nn.ModuleDict({"encoder": ours})):
+        with pytest.raises(ValueError, match=r"^\w+ runs on fastbert's kernels already: .* need no accelerate$"):
+            fastbert.accelerate(model)
+
+
+def test_accelerate_of_classes_for_texts(tmp_path):
+    encoder = fastbert.SentenceEncoder(write_sentence_model(tmp_path / "encoder"), device="cpu")
+    folder = write_model(tmp_path / "classes", head="SequenceClassification", num_labels=1)
+    for model in (encoder, fastbert.Reranker(folder, device="cpu"), fastbert.TextClassifier(folder, device="cpu")):
         with pytest.raises(ValueError, match=r"^\w+ runs on fastbert's kernels already: .* need no accelerate$"):
             fastbert.accelerate(model)
 
