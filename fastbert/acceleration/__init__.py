@@ -22,6 +22,7 @@ from fastbert.acceleration.status import status
 from fastbert.acceleration.tree import look_at
 from fastbert.families import FAMILIES
 from fastbert.families.schema import Family
+from fastbert.layers.leaves import originals_of
 from fastbert.layers.sharded import class_of
 from fastbert.models.base import HasModel, PreTrainedModel
 
@@ -121,8 +122,10 @@ def _heads_over(modules: Iterable[nn.Module]) -> dict[int, _Heads]:
     found: dict[int, _Heads] = {}
     for parent in modules:
         for name, child in parent._modules.items():
-            if child is not None and relation_of(parent) == "other" and relation_of(child) == "base":
-                found.setdefault(id(child), []).append((parent, name, class_of(parent).__name__))
+            if child is not None and relation_of(parent) == "other":
+                for each in originals_of(child):
+                    if relation_of(each) == "base":
+                        found.setdefault(id(each), []).append((parent, name, class_of(parent).__name__))
     return found
 
 

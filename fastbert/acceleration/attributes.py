@@ -15,7 +15,7 @@ from torch import nn
 from fastbert.config import EncoderConfig
 from fastbert.families import disentangled
 from fastbert.layer_spec import AttentionSpec, Disentangled
-from fastbert.layers.leaves import get_leaf
+from fastbert.layers.leaves import get_leaf, in_use
 
 _ANYTHING = object()  # what no forward reads in this family
 
@@ -121,7 +121,7 @@ SeenBuffers = dict[str, tuple[torch.Tensor, int]]  # by name: what was found rig
 def buffer_unsupported(root: nn.Module, config: EncoderConfig, given: dict, seen: SeenBuffers) -> str | None:
     """Why what the embeddings hold in the place of ids that are not `given` is not what every token's place says."""
     scope = config.scopes.embeddings
-    buffers = {} if scope is None else get_leaf(root, scope)._buffers
+    buffers = {} if scope is None else in_use(get_leaf(root, scope))._buffers
     for name in _COUNTED[1:] if config.family.positions_from_ids else _COUNTED:
         buffer = buffers.get(name)
         if buffer is None or given.get(name) is not None or buffer.is_meta:

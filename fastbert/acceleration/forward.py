@@ -29,7 +29,7 @@ from fastbert.config import EncoderConfig
 from fastbert.errors import ConfigError, InputError
 from fastbert.families.schema import Family
 from fastbert.layers.encoder import run_layer
-from fastbert.layers.leaves import get_leaf, parent_of
+from fastbert.layers.leaves import get_leaf, in_use, parent_of
 from fastbert.layers.sharded import call_sharded, is_sharded, without_views
 from fastbert.models.encode import (
     EncoderOutput,
@@ -163,14 +163,14 @@ class Forward(OnInstance, RunsBaseModel):
         sharded = look.sharded
 
         def checkpoints(layer):  # what gradient_checkpointing_enable() sets on transformers' layers
-            return layer.training and layer.__dict__.get("gradient_checkpointing")
+            return layer.training and in_use(layer).__dict__.get("gradient_checkpointing")
 
         def run_one_layer(layer, spec, x, context, wants_probs):
             def run(x):
                 return run_layer(layer, spec, x, context, wants_probs)
 
             if checkpoints(layer):
-                run = partial(layer._gradient_checkpointing_func, with_same_seeds(run))
+                run = partial(in_use(layer)._gradient_checkpointing_func, with_same_seeds(run))
             return call_sharded(layer, run, x) if sharded and is_sharded(layer) else run(x)
 
         wants_probs = bool(options["output_attentions"])

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from fastbert.acceleration.forward import Forward
 from fastbert.acceleration.instance import OnInstance, argument_names, put_by_us
 from fastbert.acceleration.unsupported import FLATTENED
+from fastbert.layers.leaves import in_use
 from fastbert.layers.sharded import class_of
 from fastbert.packing import NOT_ONE_GRAPH
 
@@ -48,7 +49,7 @@ class HeadForward(OnInstance):
         has_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2
         if self.spans_over_real_tokens:
             return has_mask
-        base = put_by_us(module._modules[self._base])
+        base = put_by_us(in_use(module._modules[self._base]))
         if isinstance(base, Forward):
             are_of_tokens = has_mask and isinstance(labels, torch.Tensor)
             flattened = {name: given[name] for name in FLATTENED if name in given} if "cu_seq_lens_q" in given else {}

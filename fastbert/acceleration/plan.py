@@ -14,7 +14,7 @@ from fastbert.config import EncoderConfig
 from fastbert.errors import ConfigError
 from fastbert.families import FAMILIES
 from fastbert.families.schema import ClassifierHead, Family, Head, MaskedLM, ReplacedTokens, SentencePair
-from fastbert.layers.leaves import get_leaf
+from fastbert.layers.leaves import get_leaf, in_use
 from fastbert.layers.sharded import class_of
 from fastbert.models.inputs import TableSizes, table_sizes
 from fastbert.models.tree import key_of_spec, layers_of, modules_of
@@ -180,6 +180,7 @@ def _learn(plan: PackedPlan, found: list[tuple], config: EncoderConfig) -> str |
     for key, path, child, _ in found:
         if key is None:
             continue
+        child = in_use(child)
         kind, spec = class_of(child), specs.get(key.partition(".")[0])
         if kind.__module__ in ("transformers.activations", "torch.nn.modules.activation"):
             is_right = kind is (nn.Tanh if path.startswith("pooler") else activation)

@@ -47,30 +47,17 @@ def look_at(root: nn.Module, plan: PackedPlan, config: EncoderConfig) -> Look | 
     if unsupported := attribute_unsupported(root, "", plan.attributes[""]):
         return unsupported
     for key, path, module, owner in modules_of(root, plan.family, config):
+        used = fingerprint.watch_in_use(module)
+        held = (module,) if used is module else (module, used)
         if key is None:
-            fingerprint.hold(module.__dict__, *leaf_hooks)
-            hooks = [home_of(hook) for name in leaf_hooks for hook in getattr(module, name).values()]
-            if any(home.startswith("peft.") for home in hooks):
-                return "PEFT's adapter_names and alora_offsets choose by the row of a batch"
-            if any(home.startswith("captum.") for home in hooks):
-                return f"Captum attributes to what {path} gives for each row and column, padding included"
-            if isinstance(module, nn.Embedding):
-                fingerprint.hold(module.__dict__, "scale_grad_by_freq")
-                if module.scale_grad_by_freq:
-                    return f"{path}'s gradient goes by how often a row is looked up, padding included"
+            if unsupported := _leaf_unsupported(held, path, leaf_hooks, fingerprint):
+                return unsupported
             continue
-        fingerprint.watch(module, ())
-        fingerprint.watch_children(module)
-        fingerprint.hold(module.__dict__, "training", *HOOKS)  # not none of them: transformers' recorder may stay
-        known: Any = plan.classes.get(key)
-        if class_of(module) is not known:
-            return f"{path} is a {type(module).__name__}, which was not there when the model was accelerated"
-        if FORWARD in module.__dict__:
-            return f"{path} has a forward of its own on the instance"
+        if unsupported := _passed_by_unsupported(held, path, plan.classes.get(key), fingerprint):
+            return unsupported
         if is_sharded(module):
             sharded.append(path)
-        if _has_hooks(module):
-            return f"{path} has hooks, and packed execution does not call that module"
+        module = used
         fingerprint.hold(module.__dict__, *plan.attributes[key])
         if unsupported := attribute_unsupported(module, path, plan.attributes[key]):
             return unsupported
@@ -92,6 +79,46 @@ def look_at(root: nn.Module, plan: PackedPlan, config: EncoderConfig) -> Look | 
     look = Look(config.with_dropouts(dropouts), frozenset(sharded))
     _tree_cache.put(root, (plan, config, leaf_hooks), fingerprint, look)
     return look
+
+
+def _leaf_unsupported(
+    held: tuple[nn.Module, ...], path: str, leaf_hooks: tuple[str, ...], fingerprint: ModuleFingerprint
+) -> str | None:
+    """Why a leaf cannot be called with packed tensors. held: the leaf, and the copy of PEFT's that it calls."""
+    for each in held:
+        fingerprint.hold(each.__dict__, *leaf_hooks)
+    hooks = [home_of(hook) for each in held for name in leaf_hooks for hook in getattr(each, name).values()]
+    if any(home.startswith("peft.") for home in hooks):
+        return "PEFT's adapter_names and alora_offsets choose by the row of a batch"
+    if any(home.startswith("captum.") for home in hooks):
+        return f"Captum attributes to what {path} gives for each row and column, padding included"
+    if isinstance(table := held[-1], nn.Embedding):
+        fingerprint.hold(table.__dict__, "scale_grad_by_freq")
+        if table.scale_grad_by_freq:
+            return f"{path}'s gradient goes by how often a row is looked up, padding included"
+    return None
+
+
+def _passed_by_unsupported(
+    held: tuple[nn.Module, ...], path: str, kind: type[nn.Module] | None, fingerprint: ModuleFingerprint
+) -> str | None:
+    """Why a module that packed execution does not call would do more than it takes it to do. held: the module, and the
+    copy of PEFT's that it calls; kind: the class that it had when the model was accelerated.
+    """
+    for each in held:
+        fingerprint.watch(each, ())
+        fingerprint.watch_children(each)
+        fingerprint.hold(each.__dict__, "training", *HOOKS)  # not none of them: transformers' recorder may stay
+    if class_of(held[-1]) is not kind:
+        return f"{path} is a {type(held[-1]).__name__}, which was not there when the model was accelerated"
+    for each in held:
+        if FORWARD in each.__dict__:
+            return f"{path} has a forward of its own on the instance"
+        if _has_hooks(each):
+            return f"{path} has hooks, and packed execution does not call that module"
+        if len(held) > 1 and (is_sharded(each) or each.training != held[0].training):
+            return f"{path} has a copy of PEFT's in its place, which is sharded by itself or has a mode of its own"
+    return None
 
 
 def _dropouts_in(module: nn.Module, key: str, roles: dict[str, str | None]) -> Iterator[tuple]:

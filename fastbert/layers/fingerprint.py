@@ -80,14 +80,19 @@ class ModuleFingerprint:
         """Which modules are right below this one, all of them."""
         self.hold(module.__dict__, "_modules")
 
+    def watch_in_use(self, module: nn.Module) -> nn.Module:
+        """What calling `module` calls (`in_use`), and what chooses it."""
+        if (used := in_use(module)) is not module:
+            self.hold(module.__dict__, "_active_adapter", "_disable_adapters")
+            self.watch_children(module._modules["modules_to_save"])  # type: ignore[arg-type]
+            self.watch_children(used)
+        return used
+
     def watch_path(self, module: nn.Module, path: str) -> None:
         """What stands on the way from `module` to `path`."""
         for name in path.split("."):
             self.watch_children(module)
-            if (used := in_use(module)) is not module:
-                self.hold(module.__dict__, "_active_adapter", "_disable_adapters")
-                self.watch_children(module._modules["modules_to_save"])  # type: ignore[arg-type]
-                self.watch_children(used)
+            self.watch_in_use(module)
             module = child_of(module, name)
 
     def hold(self, values: dict, *names: str) -> None:

@@ -96,6 +96,13 @@ def in_use(module: nn.Module) -> nn.Module:
     return kept
 
 
+def originals_of(module: nn.Module) -> list[nn.Module]:
+    """A module; where PEFT's modules_to_save stands in its place, what that holds: the original, and every copy."""
+    copies = module._modules.get("modules_to_save")
+    held: Any = [module] if copies is None else [module._modules["original_module"], *copies._modules.values()]
+    return held
+
+
 def place(root: nn.Module, path: str, module: nn.Module) -> None:
     """Register `module` at `path` below `root`, making containers (lists before a number) on the way."""
     *parents, last = names = path.split(".")

@@ -10,7 +10,7 @@ from torch import nn
 
 from fastbert.config import EncoderConfig
 from fastbert.families.schema import Family
-from fastbert.layers.leaves import get_leaf
+from fastbert.layers.leaves import get_leaf, in_use
 
 
 def first_parameter(module: nn.Module) -> nn.Parameter:
@@ -128,7 +128,8 @@ def modules_of(root: nn.Module, family: Family, config: EncoderConfig) -> Iterat
     """(key, path, module, the module by whose `training` packed execution goes) of all modules below `root`.
 
     `key` is None for a leaf, which packed execution calls. The others (containers, dropouts, activations) it does not
-    call; all layers of one spec have one key, "*" and its number, since they are alike.
+    call; all layers of one spec have one key, "*" and its number, since they are alike. Where PEFT's modules_to_save
+    stands in a module's place, that is yielded, and what is below the copy in use.
     """
     names = config.embeddings
     specs = dict(zip(config.layer_paths, config.layer_specs, strict=True))
@@ -148,7 +149,8 @@ def modules_of(root: nn.Module, family: Family, config: EncoderConfig) -> Iterat
         for name, child in parent._modules.items():
             if child is None:
                 continue
-            key, goes_by = (layers[at + name], child) if at + name in layers else (key_at + name, owner)
+            used = in_use(child)
+            key, goes_by = (layers[at + name], used) if at + name in layers else (key_at + name, owner)
             yield None if key in leaves else key, at + name, child, goes_by
-            if child._modules and key not in leaves:
-                pending.append((f"{at}{name}.", f"{key}.", child, goes_by))
+            if used._modules and key not in leaves:
+                pending.append((f"{at}{name}.", f"{key}.", used, goes_by))
