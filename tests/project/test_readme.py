@@ -117,7 +117,9 @@ def test_the_range_in_the_readme_is_that_of_all_committed_rows():
 
 
 def test_the_corpora_in_the_readme_are_those_that_were_measured():
-    reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("corpus/*/corpus.json"))]
+    paths = sorted(RESULTS.parent.glob("*/corpus/*/corpus.json"))
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    reports = [report for report in reports if report.get("sorted_by") == "tokens"]  # others' loops as they are today
 
     def times(model: str, dtype: str) -> list[float]:
         rows = [row for report in reports if report["model"] == model for row in report["rows"]]
