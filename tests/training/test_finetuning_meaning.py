@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from finetuning_runs import TEXTS, base, task_of, write_rows
 
-from fastbert.errors import InputError
+from fastbert.errors import ConfigError, InputError
 
 HOT = ([1.0, 0.0, 0.0], [0.0, 1.0, 1.0])
 
@@ -165,7 +165,7 @@ def test_lines_of_conll_files_that_are_clear(text, wanted, tmp_path):
         ("No DT\n\n# #\n200 CD\n", r"line 3: '# #' may be", ["No/DT", "#/# 200/CD"], ["No/DT", "200/CD"]),
         (
             "# #\n200 CD\n# SYM\n\n# id\nNo DT\n",
-            r"line 1: '# #' may be .*and 2 more: lines 3, 5\): say --hash-lines comment, or word",
+            r"line 1: '# #' may be .*as may line 3, 5\): say --hash-lines comment, or word",
             ["#/# 200/CD #/SYM", "#/id No/DT"],
             ["200/CD", "No/DT"],
         ),
@@ -191,6 +191,8 @@ def test_a_fine_tuning_is_told_what_a_line_is(tmp_path):
     (tmp_path / "a.conll").write_text("No DT\n\n# #\n200 CD\n")
     task = task_of(base(tmp_path), str(tmp_path / "a.conll"), task="tokens", hash_lines="word")
     assert set(task.labels.names) == {"#", "CD", "DT"}
+    with pytest.raises(ConfigError, match="hash_lines is for the tasks tokens, and the task is classification"):
+        task_of(base(tmp_path), labelled(tmp_path, ["a", "b"]), hash_lines="word")
 
 
 def test_words_alone_with_comments(tmp_path):

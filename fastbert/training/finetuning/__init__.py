@@ -28,6 +28,7 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "label_column": ("classification", "tokens", "embedding"),
     "problem_type": ("classification",),
     "label_type": ("classification",),
+    "hash_lines": ("tokens",),
     "class_weights": ("classification",),
     "windows": ("classification",),
     "doc_stride": _WITH_HEAD,

@@ -141,8 +141,8 @@ class _Words:
 
 
 def _unclear(path: Path, lines: Sequence[str], numbers: Sequence[int]) -> InputError:
-    more = f" (and {len(numbers) - 1} more: lines {', '.join(map(str, numbers[1:6]))}" if len(numbers) > 1 else ""
-    more += "" if not more else ", ...)" if len(numbers) > 6 else ")"
+    others = ", ".join(map(str, numbers[1:6])) + (", ..." if len(numbers) > 6 else "")
+    more = f" (as may line {others})" if others else ""
     return InputError(
         f"{path}, line {numbers[0]}: {lines[numbers[0] - 1]!r:.80} may be a comment, or a word with a tag{more}: say"
         " --hash-lines comment, or word. Where a file has both, tabs between the columns tell them apart"
