@@ -25,7 +25,7 @@ _USUAL_COLUMNS = ("text", "sentence")
 
 Choose = Callable[[list[str]], Sequence[str]]  # of the names of all columns those that are read
 Bad = Callable[[TextFileError], None]  # is told of a row that cannot be read; where it returns, the row is left out
-# (path, columns or None, who chooses them, what to do of a bad row), of a table its delimiter -> (place, values) of rows
+# (path, columns or None, who chooses them, what to do of a bad row), given= of a table -> (place, values) of rows
 Reader = Callable[..., Iterator[tuple[str, tuple]]]
 
 
