@@ -94,17 +94,17 @@ def test_a_stream_of_pairs(ours):
         list(ours.encode_stream([PAIRS[2], PAIRS[0]], windows=fastbert.Windows()))
 
 
-@pytest.mark.parametrize("call", ("preprocess", "tokenize"))
-def test_pairs_become_what_the_wrappers_modules_take(ours, folder, library, call):
+def test_pairs_become_what_the_wrappers_modules_take(ours, folder, library):
     """As sentence-transformers' own: ids, types and vectors; the encoder's ids, too."""
     wrapped, theirs = ours.as_sentence_transformer(), library.SentenceTransformer(str(folder), device="cpu")
-    for options in ({}, {"prompt": "we "}):
-        found, wanted = (getattr(model, call)(PAIRS, **options) for model in (wrapped, theirs))
-        for name in ("input_ids", "token_type_ids", "attention_mask"):
-            assert torch.equal(found[name], wanted[name])
-        made = ours.tokenize([tuple(PAIRS[0])], options.get("prompt", ""))
-        assert found["input_ids"][0][: len(made.ids)].tolist() == made.ids.tolist()
-    assert_as_theirs(wrapped, theirs, lambda model: model(getattr(model, call)(PAIRS))["sentence_embedding"])
+    for prompt in (None, "we "):
+        wanted = theirs.preprocess(PAIRS, prompt=prompt)
+        for found in (wrapped.preprocess(PAIRS, prompt=prompt), wrapped[0].tokenize(PAIRS, prompt)):
+            for name in ("input_ids", "token_type_ids", "attention_mask"):
+                assert torch.equal(found[name], wanted[name])
+        made = ours.tokenize([PAIRS[0]], prompt or "")
+        assert wanted["input_ids"][0][: len(made.ids)].tolist() == made.ids.tolist()
+    assert_as_theirs(wrapped, theirs, lambda model: model(model.preprocess(PAIRS))["sentence_embedding"])
 
 
 def test_what_is_no_pair(ours):

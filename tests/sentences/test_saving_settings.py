@@ -137,7 +137,7 @@ def test_saving_what_is_around_an_encoder_leaves_the_encoder_alone(tmp_path):
     vectors, settings = encoder.encode(TEXTS), settings_of(encoder)
     model = encoder.as_sentence_transformer()
     model.prompts["new"], model.default_prompt_name, model.similarity_fn_name = "we ", "new", "dot"
-    with model.truncate_sentence_embeddings(4):
+    with model.truncate_embeddings(4):
         told, expected = settings_of(model), model.encode(TEXTS)
         made = [pickle.loads(pickle.dumps(model)), copy.copy(model), copy.deepcopy(model)]
         model.save_pretrained(str(tmp_path / "new"))

@@ -82,7 +82,7 @@ def test_each_class_of_transformers_gives_what_our_table_says(tmp_path):
     assert compared > 100 and not wrong
 
 
-@pytest.mark.full  # the two calls of AutoTokenizer are a second
+@pytest.mark.full  # the next test has the rule, and this one AutoTokenizer itself
 @pytest.mark.parametrize("named", ("BertTokenizer", "PreTrainedTokenizerFast"))
 def test_each_familys_folder_gives_what_autotokenizer_gives(named, tmp_path):
     """ModernBERT's and XLM-RoBERTa-XL's have the generic tokenizer, whatever class is named."""
@@ -100,9 +100,13 @@ def test_each_model_type_gives_what_its_class_gives(tmp_path):
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 
     for model_type in FAMILIES:
-        theirs = tokenizer_class_from_name(TOKENIZER_MAPPING_NAMES.get(model_type, "TokenizersBackend"))
+        registered = TOKENIZER_MAPPING_NAMES.get(model_type)
+        theirs = tokenizer_class_from_name(registered or "TokenizersBackend")
+        settle(tmp_path, {})
         tiny.write_json(tmp_path / "config.json", {"model_type": model_type})
         assert gives_types(tmp_path) == ("token_type_ids" in theirs.model_input_names), model_type
+        settle(tmp_path, {"tokenizer_class": "BertTokenizer"})  # which counts, unless the generic one is registered
+        assert gives_types(tmp_path) == (registered != "TokenizersBackend"), model_type
 
 
 @pytest.mark.parametrize("kind", ("named", "by its class"))
