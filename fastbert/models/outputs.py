@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import field, make_dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -56,9 +56,12 @@ class ModelOutput(OrderedDict):
         "attentions",
     )
     # transformers' outputs are data classes: sentence-transformers reads by `dataclasses.fields` what a model may give.
-    __dataclass_fields__ = make_dataclass(
-        "", [(name, Any, field(default=None)) for name in FIELDS]
-    ).__dataclass_fields__
+    __dataclass_fields__: ClassVar = {
+        each.name: each
+        for each in dataclasses.fields(
+            dataclasses.make_dataclass("", [(name, Any, dataclasses.field(default=None)) for name in FIELDS])
+        )
+    }
 
     def __init__(self, *args, **fields):
         merged = dict(*args, **fields)
