@@ -132,9 +132,6 @@ def test_the_corpora_in_the_readme_are_those_that_were_measured():
     said += " int8**"
     first = " ".join(README.split("\n## ")[0].split())
     assert said.format(*(f"{min(found):.2f} to {max(found):.2f}" for found in of_minilm)) in first
-    for model, name in (("bge-small", "bge-small's"), ("bert-base", "BERT-base's")):
-        one, two, three = (f"{time:.2f}" for dtype in dtypes for time in times(model, dtype))
-        assert f"{name} shape {one}, {two} and {three}" in first
 
 
 def test_the_training_steps_are_those_that_were_measured():
