@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastbert.cli.loading import load_to_run
+from fastbert.cli.loading import load_to_run, say_cut
 from fastbert.cli.outputs import ROW_KINDS, STDOUT, check_output, open_rows
 from fastbert.cli.outputs.growing_array import GrowingArray, fingerprint
 from fastbert.cli.parser import (
@@ -253,12 +253,6 @@ def _write_rows(job: EncodeJob, vectors: Any, examples: dict[str, Any]) -> None:
             raise_if_stopped()
         if done != len(vectors):
             raise UsageError(f"the input changed while it was read: {done} texts now, {len(vectors)} at first")
-
-
-def say_cut(count: int, limit: int, say: Callable[[str], None], how: str = "--windows") -> None:
-    if count:
-        what = f"{count:,} text{' was' if count == 1 else 's were'} cut to the model's {limit} tokens"
-        say(f"{what}; {how} reads all of them")
 
 
 def _advance(bar: Any, count: int) -> None:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fastbert.cli.encode import say_cut
+from fastbert.cli.loading import say_cut
 from fastbert.cli.parser import UsageError
 from fastbert.cli.stopping import raise_if_stopped, say
 from fastbert.data.text_files import pick_column

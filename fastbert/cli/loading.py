@@ -1,7 +1,8 @@
-"""How a command loads a model that it only runs."""
+"""How a command loads a model that it only runs, and what that model did not read."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -21,3 +22,10 @@ def load_to_run(kind: type[Model], options: Any) -> Model:
     model = kind.from_pretrained(options.model, dtype=options.dtype, device=options.device)
     keep_packed_only(model)
     return model
+
+
+def say_cut(count: int, limit: int, say: Callable[[str], None], how: str = "--windows") -> None:
+    """How many texts lost their ends, if any did, and what reads all of them."""
+    if count:
+        what = f"{count:,} text{' was' if count == 1 else 's were'} cut to the model's {limit} tokens"
+        say(f"{what}; {how} reads all of them")

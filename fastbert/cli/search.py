@@ -128,12 +128,12 @@ class Best:
 
 def run_search(options: argparse.Namespace) -> int:
     _check(options)
+    if options.vectors is not None and options.windows is not None:
+        raise UsageError("--vectors are of whole texts, and --windows searches in their passages: give one of them")
     if options.vectors is not None and not options.vectors.is_file():
         raise UsageError(f"--vectors {options.vectors} is not a file")
     if options.vectors is not None and options.vectors.suffix not in VECTOR_KINDS:
         raise UsageError(f"--vectors {options.vectors}: the name must end in {' or '.join(VECTOR_KINDS)}")
-    if options.vectors is not None and options.windows is not None:
-        raise UsageError("--vectors are of whole texts, and --windows searches in their passages: give one of them")
 
     with without_collector():
         from fastbert.sentences import SentenceEncoder

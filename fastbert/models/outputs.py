@@ -35,6 +35,16 @@ class Deferred:
             return self.function()
 
 
+class _Fields:
+    """What a class may give, as a data class has it: sentence-transformers reads this of transformers' outputs. It is
+    made when it is asked for, since that takes as many calls as the import of some modules.
+    """
+
+    def __get__(self, output: ModelOutput | None, kind: type[ModelOutput]) -> dict[str, dataclasses.Field]:
+        made = dataclasses.make_dataclass("", [(name, Any, dataclasses.field(default=None)) for name in kind.FIELDS])
+        return {each.name: each for each in dataclasses.fields(made)}
+
+
 class ModelOutput(OrderedDict):
     """Fields in order, without those that are None: `out.logits`, `out["logits"]`, `out[0]`, `out[:2]`, `tuple`.
 
@@ -55,13 +65,7 @@ class ModelOutput(OrderedDict):
         "hidden_states",
         "attentions",
     )
-    # transformers' outputs are data classes: sentence-transformers reads by `dataclasses.fields` what a model may give.
-    __dataclass_fields__: ClassVar = {
-        each.name: each
-        for each in dataclasses.fields(
-            dataclasses.make_dataclass("", [(name, Any, dataclasses.field(default=None)) for name in FIELDS])
-        )
-    }
+    __dataclass_fields__: ClassVar = _Fields()
 
     def __init__(self, *args, **fields):
         merged = dict(*args, **fields)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from fastbert.data.masking import example_keys, uniform
 from fastbert.data.pretraining.corpus import Corpus
-from fastbert.data.template import Template
+from fastbert.data.windows.template import Template
 from fastbert.errors import InputError
 
 Pairs = Literal["nsp", "sop"]

@@ -18,8 +18,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer, processors
 
-from fastbert.data.template import Template
 from fastbert.data.tokenized import Tokenized
+from fastbert.data.windows.template import Template
 from fastbert.errors import InputError
 
 Pool = Literal["mean", "max", "top3", "first"]
