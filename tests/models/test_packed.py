@@ -69,7 +69,7 @@ def test_packed_equals_padded(model_type, head, pattern):
         for i, (name, positions) in enumerate(labels.items()):
             place = [int(row[:p].sum()) for row, p in zip(batch.real, positions.tolist(), strict=True)]
             counts = inside[:, i] & (positions < batch.real.shape[1])
-            packed_labels[name] = torch.tensor(place).where(counts, -1)
+            packed_labels[name] = torch.tensor(place).where(counts, batch.real.shape[1])  # which no text has
     one, other = padded(**given, **labels), packed(**inputs, **packed_labels)
     assert list(one) == list(other)
     for name in one:
