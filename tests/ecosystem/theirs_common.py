@@ -58,6 +58,8 @@ REASONS = {
     ("own", "test_training_gradient_checkpointing_use_reentrant_true"): "use_reentrant=True is refused",
     ("own", "test_resize_tokens_embeddings"): "a fraction of a row is an error of another text",
     ("own", "test_model_weights_reload_no_missing_tied_weights"): "a folder without the layers' weights is an error",
+    ("own", "test_can_init_all_missing_weights"): "the same, of a folder without any",
+    ("own", "test_model_rope_scaling_from_config_1_dynamic"): "tables that depend on the longest sequence are refused",
 }
 _LACKING = {"exporters.test_export": "ExportTesterMixin", "generation.test_utils": "GenerationTesterMixin"}
 # Tests that need a GPU, a hub or a decoder, and such as compile for minutes: they ask nothing of an encoder on a CPU.
