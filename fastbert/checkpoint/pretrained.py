@@ -114,53 +114,14 @@ def load_weights(
     weights = rename_keys(weights, set(own), model.family.prefix, model.family.ignored_keys)
     in_float32 = [key for key in model.frequency_keys() if key in weights]  # as transformers, whatever the dtype
     weights |= {key: weights[key].float() for key in in_float32}
-    tied = model.tied_keys()
-    for copy, original in tied.items():
-        if original not in weights and copy in weights:
-            weights[original] = weights[copy]
-    parts = []
-    both = [(copy, original) for copy, original in tied.items() if copy in weights]
-    if differing := [copy for copy, original in both if not _same(weights[copy], weights[original])]:
-        # As transformers: what the file holds wins over the config.
-        parts.append(f"not tied, because the checkpoint holds two different tensors: {some(differing)}")
-        model.config.set_checked(tie_word_embeddings=False)
-        weights = {**{copy: weights[original] for copy, original in tied.items() if original in weights}, **weights}
-        tied = {}
-    for copy in tied:
-        weights.pop(copy, None)
-    mismatched = [
-        (key, weights[key].shape, own[key].shape)
-        for key in own
-        if key in weights and weights[key].shape != own[key].shape
-    ]
-    fresh = {key for key, *_ in mismatched}
-    wrong = [f"{key} is {tuple(found)}, the config asks for {tuple(asked)}" for key, found, asked in mismatched]
-    if ignore_mismatched_sizes and wrong:
-        parts.append(f"of another shape, so initialised: {some(wrong)}")
-        weights, wrong = {key: t for key, t in weights.items() if key not in fresh}, []
-    wrong += [
-        f"{key} is {weights[key].dtype}, the config asks for {own[key].dtype}"
-        for key in own
-        if key in weights and weights[key].is_floating_point() != own[key].is_floating_point()
-    ]
-    if wrong:
-        raise CheckpointError(f"{source}: the config contradicts the weights: {some(wrong, 4)}")
+    said: list[str] = []
+    tied = _settle_tied(model, weights, said)
+    fresh = _check_shapes(own, weights, source, ignore_mismatched_sizes, said)
     common, odd = common_dtype(model, weights, in_float32) if dtype is None else (dtype, [])
     if odd:
-        parts.append(f"converted to {common}: {some([f'{key} ({weights[key].dtype})' for key in odd])}")
-        weights = {**weights, **{key: weights[key].to(common) for key in odd}}
-    # A checkpoint's tensors may share storage, and safetensors' are unaligned maps of the file, which change when it
-    # does: every tensor gets memory of its own, once, in the dtype that is asked for. Buffers say themselves below
-    # whether they follow it: an int8 layer's scales do not.
-    parameters = {key for key, _ in model.named_parameters(remove_duplicate=False)}
-    for key in own:
-        if key not in weights:
-            continue
-        goal = dtype if dtype is not None and weights[key].is_floating_point() else weights[key].dtype
-        made = goal if key in parameters else weights[key].dtype
-        weights[key] = weights[key].to(made, copy=True, memory_format=torch.contiguous_format)
-        if goal.is_floating_point and not is_finite(weights[key].to(goal)):
-            raise CheckpointError(f"{source}: tensor {key} holds values that are not finite in {goal}")
+        said.append(f"converted to {common}: {some([f'{key} ({weights[key].dtype})' for key in odd])}")
+        weights.update({key: weights[key].to(common) for key in odd})
+    _own_memory(model, own, weights, source, dtype)
     missing = sorted(key for key in own if key not in weights and key not in tied and key not in fresh)
     unexpected = sorted(key for key in weights if key not in own)
     if len(missing) == len(own) - len(tied):
@@ -173,29 +134,108 @@ def load_weights(
         model.load_state_dict({k: t for k, t in weights.items() if k in own}, strict=False, assign=True)
     except RuntimeError as error:  # an int8 layer's scale is out of bounds
         raise CheckpointError(f"{source}: {' '.join(str(error).split())}") from None
-    model.tie_weights()  # first, so that a copy is not made anew
-    _materialise(model, common)
-    if common is not None:  # what a subclass has added was made before the checkpoint's dtype was known
-        tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-        for key in tensors.keys() & fresh.union(missing).difference(model.frequency_keys()):
-            if tensors[key].is_floating_point():
-                tensors[key].data = tensors[key].data.to(common)
-    model.tie_weights()
-    model.mark_initialised()
+    _initialise_rest(model, {*fresh, *missing}, common)
     if dtype is not None:
         kept = {id(model.get_buffer(key)) for key in model.frequency_keys()}
         model._apply(lambda t: t.to(dtype) if t.is_floating_point() and id(t) not in kept else t)
     if int8:
         model.requires_grad_(False)
-    model.missing_keys, model.unexpected_keys, model.mismatched_keys = missing, unexpected, mismatched
+    model.missing_keys, model.unexpected_keys, model.mismatched_keys = missing, unexpected, list(fresh.values())
     if missing:
-        parts.append(f"not in the checkpoint, so initialised: {some(missing)}")
+        said.append(f"not in the checkpoint, so initialised: {some(missing)}")
     if unexpected:
-        parts.append(f"in the checkpoint, but not used: {some(unexpected)}")
-    if parts:
+        said.append(f"in the checkpoint, but not used: {some(unexpected)}")
+    if said:
         import warnings
 
-        warnings.warn(f"{type(model).__name__} from {source}: {'; '.join(parts)}", stacklevel=4)
+        warnings.warn(f"{type(model).__name__} from {source}: {'; '.join(said)}", stacklevel=4)
+
+
+def _settle_tied(model: PreTrainedModel, weights: dict[str, torch.Tensor], said: list[str]) -> dict[str, str]:
+    """Leave one tensor in `weights` where two keys are tied. Returns what is tied: copy -> original.
+
+    Where the checkpoint holds two different tensors, nothing is: its tensors win over the config, as in transformers.
+    """
+    tied = model.tied_keys()
+    for copy, original in tied.items():
+        if original not in weights and copy in weights:
+            weights[original] = weights[copy]
+    both = [(copy, original) for copy, original in tied.items() if copy in weights]
+    if differing := [copy for copy, original in both if not _same(weights[copy], weights[original])]:
+        said.append(f"not tied, because the checkpoint holds two different tensors: {some(differing)}")
+        model.config.set_checked(tie_word_embeddings=False)
+        for copy, original in tied.items():
+            if copy not in weights and original in weights:
+                weights[copy] = weights[original]
+        return {}
+    for copy in tied:
+        weights.pop(copy, None)
+    return tied
+
+
+def _check_shapes(
+    own: dict[str, torch.Tensor],
+    weights: dict[str, torch.Tensor],
+    source: str,
+    ignore_mismatched_sizes: bool,
+    said: list[str],
+) -> dict[str, tuple[str, torch.Size, torch.Size]]:
+    """Raises CheckpointError where a tensor has not the model's shape or kind of dtype. With `ignore_mismatched_sizes`
+    those of another shape are taken out of `weights`, and returned: (key, the checkpoint's shape, the model's) by key.
+    """
+    there = [key for key in own if key in weights]
+    shapes = {key: (key, weights[key].shape, own[key].shape) for key in there if weights[key].shape != own[key].shape}
+    wrong = [f"{key} is {tuple(has)}, the config asks for {tuple(asked)}" for key, has, asked in shapes.values()]
+    if ignore_mismatched_sizes and wrong:
+        said.append(f"of another shape, so initialised: {some(wrong)}")
+        for key in shapes:
+            del weights[key]
+        wrong = []
+    wrong += [
+        f"{key} is {weights[key].dtype}, the config asks for {own[key].dtype}"
+        for key in there
+        if key in weights and weights[key].is_floating_point() != own[key].is_floating_point()
+    ]
+    if wrong:
+        raise CheckpointError(f"{source}: the config contradicts the weights: {some(wrong, 4)}")
+    return shapes
+
+
+def _own_memory(
+    model: PreTrainedModel,
+    own: dict[str, torch.Tensor],
+    weights: dict[str, torch.Tensor],
+    source: str,
+    dtype: torch.dtype | None,
+) -> None:
+    """Give every tensor memory of its own, once, in the dtype that is asked for. Raises CheckpointError if values are
+    not finite in it.
+
+    A checkpoint's tensors may share storage, and safetensors' are unaligned maps of the file, which change when it
+    does. Buffers keep their dtype here: they say in `_apply` whether they follow it, and an int8 layer's scales do not.
+    """
+    parameters = {key for key, _ in model.named_parameters(remove_duplicate=False)}
+    for key in own:
+        if key not in weights:
+            continue
+        goal = dtype if dtype is not None and weights[key].is_floating_point() else weights[key].dtype
+        made = goal if key in parameters else weights[key].dtype
+        weights[key] = weights[key].to(made, copy=True, memory_format=torch.contiguous_format)
+        if goal.is_floating_point and not is_finite(weights[key].to(goal)):
+            raise CheckpointError(f"{source}: tensor {key} holds values that are not finite in {goal}")
+
+
+def _initialise_rest(model: PreTrainedModel, absent: set[str], dtype: torch.dtype | None) -> None:
+    """Initialise what the checkpoint did not hold, `absent` included, in its dtype; and tie what is tied."""
+    model.tie_weights()  # first, so that a copy is not made anew
+    _materialise(model, dtype)
+    if dtype is not None:  # what a subclass has added was made before the checkpoint's dtype was known
+        tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        for key in tensors.keys() & absent.difference(model.frequency_keys()):
+            if tensors[key].is_floating_point():
+                tensors[key].data = tensors[key].data.to(dtype)
+    model.tie_weights()
+    model.mark_initialised()
 
 
 def without_pooler(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

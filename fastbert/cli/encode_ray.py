@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastbert.cli.loading import say_cut
 from fastbert.cli.parser import UsageError
 from fastbert.cli.stopping import raise_if_stopped, say
 from fastbert.data.text_files import pick_column
+
+if TYPE_CHECKING:
+    from fastbert.bulk.ray_engine import Pool
 
 VECTORS = "embedding"  # the column that is added
 
@@ -32,13 +35,12 @@ def encode_on_ray(
             f"--output {output}: with --engine ray it is a folder, which gets a parquet file for each block"
         )
     from fastbert.bulk.blocks import absolute, column_names
-    from fastbert.bulk.ray_engine import Pool, encode_files, import_ray
+    from fastbert.bulk.ray_engine import encode_files, import_ray
     from fastbert.bulk.worker import WorkerSettings
     from fastbert.checkpoint.pretrained import read_config
     from fastbert.cli.outputs.growing_array import fingerprint
     from fastbert.data.sentence_folder import transformer_folder
     from fastbert.hub import resolve
-    from fastbert.sentences.batches import progress_bar
     from fastbert.version import __version__
 
     raise_if_stopped()
@@ -69,35 +71,51 @@ def encode_on_ray(
         "batch tokens": batch_tokens,
         "fastbert": __version__,
     }
-    bar: Any = None
-    tokens, cut, limit, start = 0, 0, 0, time.perf_counter()
-
-    def on_plan(texts: int, done: int, pool: Pool) -> None:
-        nonlocal bar, start
-        if done:
-            say(f"{done:,} of {texts:,} texts were encoded before: going on from there")
-        what = f"{pool.device}, {pool.threads} threads each" if pool.device == "cpu" else pool.device
-        say(f"{pool.workers} workers ({what})")
-        bar, start = progress_bar(texts, None, initial=done), time.perf_counter()
-
-    def on_block(done: dict[str, Any]) -> None:
-        nonlocal tokens, cut, limit
-        raise_if_stopped()
-        tokens, cut, limit = tokens + done["tokens"], cut + done["cut"], done["max_length"]
-        bar.update(done["texts"])
-
+    progress = _Progress()
     try:
         texts = encode_files(
             source, output, settings=settings, identity=identity, device=device, workers=workers, force=force,
-            on_plan=on_plan, on_block=on_block,
+            on_plan=progress.on_plan, on_block=progress.on_block,
         )  # fmt: skip
     except KeyboardInterrupt:
         say("stopped; the same command goes on with the blocks that are left")
         raise
     finally:
-        if bar is not None:
-            bar.close()
-    say_cut(cut, limit, say, "--windows, without --engine ray,")
-    seconds = time.perf_counter() - start
-    rate = f", {tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s" if tokens else ""
-    return f"{texts:,} texts{rate} -> {output}"
+        progress.close()
+    say_cut(progress.cut, progress.max_length, say, "--windows, without --engine ray,")
+    return f"{texts:,} texts{progress.rate()} -> {output}"
+
+
+class _Progress:
+    """The bar of a run, and what its blocks add up to."""
+
+    def __init__(self) -> None:
+        self.tokens, self.cut, self.max_length = 0, 0, 0
+        self.start = time.perf_counter()
+        self.bar: Any = None
+
+    def on_plan(self, texts: int, done: int, pool: Pool) -> None:
+        from fastbert.sentences.batches import progress_bar
+
+        if done:
+            say(f"{done:,} of {texts:,} texts were encoded before: going on from there")
+        what = f"{pool.device}, {pool.threads} threads each" if pool.device == "cpu" else pool.device
+        say(f"{pool.workers} workers ({what})")
+        self.bar, self.start = progress_bar(texts, None, initial=done), time.perf_counter()
+
+    def on_block(self, done: dict[str, Any]) -> None:
+        raise_if_stopped()
+        self.tokens, self.cut = self.tokens + done["tokens"], self.cut + done["cut"]
+        self.max_length = done["max_length"]
+        self.bar.update(done["texts"])
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def rate(self) -> str:
+        """What the last line says of this run's tokens; nothing where all was encoded before."""
+        if not self.tokens:
+            return ""
+        seconds = time.perf_counter() - self.start
+        return f", {self.tokens:,} tokens in {seconds:.1f} s, {self.tokens / seconds:,.0f} tokens/s"

@@ -140,49 +140,24 @@ def prepare_inputs(
     Ids are checked against `tables`, whatever `config` says of them; where `batch` knows their bounds, the device is
     not waited for. `labels`: as PackedBatch.from_mask has them. Raises InputError, naming the value and the limit.
     """
-    input_ids: torch.Tensor | None = given.input_ids
-    inputs_embeds, attention_mask, position_ids = given.inputs_embeds, given.attention_mask, given.position_ids
-    token_type_ids, task_type_ids = given.token_type_ids, given.task_type_ids
-    cu_seqlens, max_seqlen, batch = given.cu_seqlens, given.max_seqlen, given.batch
-    check_tensors(given.tensors())
-    if batch is not None and not isinstance(batch, PackedBatch):
-        raise InputError(f"batch is a {type(batch).__name__}; it must be that of a PackedInputs")
-    if (input_ids is None) == (inputs_embeds is None):
-        raise InputError("give exactly one of input_ids and inputs_embeds")
-    values: Any = input_ids if input_ids is not None else inputs_embeds  # one of them is there
-    grid = values.shape if input_ids is not None else values.shape[:-1]
-    packed = cu_seqlens is not None or batch is not None
-    if len(grid) != (1 if packed else 2):
-        expected = "(total_tokens,), packed" if packed else "(batch, seqlen)"
-        raise InputError(f"the input has shape {tuple(values.shape)}; its leading shape must be {expected}")
-    if input_ids is not None and (input_ids.is_floating_point() or input_ids.dtype == torch.bool):
-        raise InputError(f"input_ids is {input_ids.dtype}; it must be an integer tensor")
-    if inputs_embeds is not None and inputs_embeds.shape[-1] != tables.width:
-        raise InputError(f"inputs_embeds has width {inputs_embeds.shape[-1]}; the model's is {tables.width}")
-    if not packed and 0 in grid:
-        raise InputError(f"an empty batch: the input has shape {tuple(values.shape)}")
+    values, grid, packed = _check_values(given, tables)
+    attention_mask, cu_seqlens, batch = given.attention_mask, given.cu_seqlens, given.batch
     if batch is not None:
-        _check_batch(batch, values, grid, attention_mask=attention_mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        _check_batch(
+            batch, values, grid, attention_mask=attention_mask, cu_seqlens=cu_seqlens, max_seqlen=given.max_seqlen
+        )
     if cu_seqlens is not None:
         if attention_mask is not None:
             raise InputError("attention_mask and cu_seqlens exclude each other: a packed batch has no padding")
         if cu_seqlens.device != values.device:
             raise InputError(f"cu_seqlens is on {cu_seqlens.device}; the input is on {values.device}")
 
-    input_ids = None if input_ids is None else input_ids.long()
-    if config.embeddings.token_type is None and config.family.ignores_types:
-        token_type_ids = None
-    token_type_ids = _like_input("token_type_ids", token_type_ids, grid, values.device)
-    if token_type_ids is not None and config.embeddings.token_type is None:
-        raise InputError(f"token_type_ids were given, but {config.model_type} has no token types")
-    if config.embeddings.task_type is None and "task_type_vocab_size" in config.own:
-        task_type_ids = None  # as in transformers: the family takes them, and this config has no use for them
-    task_type_ids = _like_input("task_type_ids", task_type_ids, grid, values.device)
-    if task_type_ids is not None and config.embeddings.task_type is None:
-        raise InputError(f"task_type_ids were given, but {config.model_type} has no task types")
+    input_ids = None if given.input_ids is None else given.input_ids.long()
+    token_type_ids, task_type_ids = _check_types(config, given, grid, values.device)
     limit = tables.longest(config)
-    if inputs_embeds is not None and config.embeddings.skips_given and tables.rotary_positions is None:
+    if given.inputs_embeds is not None and config.embeddings.skips_given and tables.rotary_positions is None:
         limit = None  # nothing looks positions up
+    position_ids = given.position_ids
     if position_ids is not None:
         if position_ids.dim() == 2 and position_ids.shape[0] == 1 and not packed:
             position_ids = position_ids.expand(grid)  # transformers takes one row for the whole batch
@@ -202,7 +177,7 @@ def prepare_inputs(
         batch.check(ranges)
         batch = replace(batch, cache={})  # the caller's may come back, with other tensors in use
     elif cu_seqlens is not None:
-        batch = PackedBatch.from_cu_seqlens(cu_seqlens, max_seqlen, grid[0], ranges)
+        batch = PackedBatch.from_cu_seqlens(cu_seqlens, given.max_seqlen, grid[0], ranges)
     else:
         batch = PackedBatch.from_mask(attention_mask, grid[0], grid[1], values.device, ranges, labels)
     if position_ids is None and batch.seqlen is None:
@@ -218,11 +193,52 @@ def prepare_inputs(
     positions = given_positions
     if tables.positions is not None and positions is None:
         positions = batch.local_positions()
-    ids = EmbeddingIds(pack(input_ids), positions, pack(token_type_ids), pack(task_type_ids), pack(inputs_embeds))
+    ids = EmbeddingIds(pack(input_ids), positions, pack(token_type_ids), pack(task_type_ids), pack(given.inputs_embeds))
     if config.distances is None:
         return EncoderInputs(batch, ids)
     columns = batch.columns_with_gaps(config.distances.are_absolute)
     return EncoderInputs(batch, ids, columns if given_positions is None else given_positions, columns)
+
+
+def _check_values(given: ModelInputs, tables: TableSizes) -> tuple[torch.Tensor, torch.Size, bool]:
+    """Ids or embeddings, their leading shape, and whether they are packed. Raises InputError."""
+    input_ids, inputs_embeds, batch = given.input_ids, given.inputs_embeds, given.batch
+    check_tensors(given.tensors())
+    if batch is not None and not isinstance(batch, PackedBatch):
+        raise InputError(f"batch is a {type(batch).__name__}; it must be that of a PackedInputs")
+    if (input_ids is None) == (inputs_embeds is None):
+        raise InputError("give exactly one of input_ids and inputs_embeds")
+    values: Any = input_ids if input_ids is not None else inputs_embeds  # one of them is there
+    grid = values.shape if input_ids is not None else values.shape[:-1]
+    packed = given.cu_seqlens is not None or batch is not None
+    if len(grid) != (1 if packed else 2):
+        expected = "(total_tokens,), packed" if packed else "(batch, seqlen)"
+        raise InputError(f"the input has shape {tuple(values.shape)}; its leading shape must be {expected}")
+    if input_ids is not None and (input_ids.is_floating_point() or input_ids.dtype == torch.bool):
+        raise InputError(f"input_ids is {input_ids.dtype}; it must be an integer tensor")
+    if inputs_embeds is not None and inputs_embeds.shape[-1] != tables.width:
+        raise InputError(f"inputs_embeds has width {inputs_embeds.shape[-1]}; the model's is {tables.width}")
+    if not packed and 0 in grid:
+        raise InputError(f"an empty batch: the input has shape {tuple(values.shape)}")
+    return values, grid, packed
+
+
+def _check_types(
+    config: EncoderConfig, given: ModelInputs, grid: torch.Size, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The token types and task types that this config has a use for. Raises InputError."""
+    token_type_ids, task_type_ids = given.token_type_ids, given.task_type_ids
+    if config.embeddings.token_type is None and config.family.ignores_types:
+        token_type_ids = None
+    token_type_ids = _like_input("token_type_ids", token_type_ids, grid, device)
+    if token_type_ids is not None and config.embeddings.token_type is None:
+        raise InputError(f"token_type_ids were given, but {config.model_type} has no token types")
+    if config.embeddings.task_type is None and "task_type_vocab_size" in config.own:
+        task_type_ids = None  # as in transformers: the family takes them, and this config has no use for them
+    task_type_ids = _like_input("task_type_ids", task_type_ids, grid, device)
+    if task_type_ids is not None and config.embeddings.task_type is None:
+        raise InputError(f"task_type_ids were given, but {config.model_type} has no task types")
+    return token_type_ids, task_type_ids
 
 
 def _check_batch(batch: PackedBatch, given: torch.Tensor, grid, **others: Any) -> None:
