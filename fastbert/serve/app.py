@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from fastbert.data.windows import Windows
@@ -51,9 +52,16 @@ class Limits:
 
 
 def make_app(
-    engine: Engine, limits: Limits, api_key: str | None = None, *, batch_tokens: int, workers: int, threads: int
+    engine: Engine,
+    limits: Limits,
+    api_key: str | None = None,
+    *,
+    batch_tokens: int,
+    workers: int,
+    threads: int,
+    cors_origins: Sequence[str] = (),
 ) -> FastAPI:
-    """The application; its lifespan has the threads that compute."""
+    """The application; its lifespan has the threads that compute. cors_origins: whose web pages may use it."""
     server = Server(engine, limits, batch_tokens)
 
     @contextlib.asynccontextmanager
@@ -99,6 +107,14 @@ def make_app(
         max_bytes=limits.payload_limit,
         timeout_s=limits.timeout_s,
     )
+    if cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
     return app
 
 

@@ -27,6 +27,7 @@ STATUS = {
     "stopping": 503,
 }
 RETRY_AFTER_S = "1"
+TOLD = "fastbert.told"  # where the scope has what the request's line in the log says of an error
 API = ("/v1/", "/v2/")  # below them are OpenAI's, Jina's and Cohere's routes
 
 
@@ -57,6 +58,7 @@ def error_response(
 ) -> Response:
     """OpenAI's form below /v1, elsewhere text-embeddings-inference's."""
     path = route_path(scope)
+    scope.get(TOLD, {}).update(kind=kind, error=message)
     status = status_at(path, STATUS[kind] if status is None else status)
     if path.startswith(API):
         family = "invalid_request_error" if status < 500 and status not in (424, 429) else "server_error"

@@ -52,6 +52,7 @@ class TokenRoutes:
         server.check_count("inputs", asked.inputs)
         texts = [prompt + text for text in asked.inputs]
         try:
+            "".join(texts).encode()  # the tokenizer would raise no more than a TypeError
             return await asyncio.to_thread(lambda: tokens_of(self.tokenizer, texts, asked.add_special_tokens))
         except UnicodeEncodeError as error:
             raise RequestError("tokenizer", f"inputs: not valid Unicode: {error}") from None
