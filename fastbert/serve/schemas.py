@@ -46,6 +46,11 @@ IDS = array(ID, minItems=1)
 ONE_OR_TWO = array(TEXT, minItems=1, maxItems=2)
 
 
+def is_whole(value: Any) -> bool:
+    """JSON has one kind of number: 3.0 is 3."""
+    return type(value) is int or (type(value) is float and value.is_integer())
+
+
 class Ids(list):
     """Sequences of token ids, instead of texts."""
 
@@ -63,17 +68,17 @@ def _texts(value: Any) -> list[str]:
 
 def _texts_or_ids(value: Any) -> list[str] | Ids:
     """A text, the token ids of one, or a list of either."""
-    if not isinstance(value, list) or not value or not isinstance(value[0], list | int) or isinstance(value[0], bool):
+    if not isinstance(value, list) or not value or not (isinstance(value[0], list) or is_whole(value[0])):
         return _texts(value)
-    is_one = isinstance(value[0], int)
+    is_one = not isinstance(value[0], list)
     for i, row in enumerate([value] if is_one else value):
         place = "" if is_one else f"entry {i}"
         if not isinstance(row, list):
             raise ValueError(f"{place} is {kind_of(row)}, and entry 0 is a list of token ids")
         for j, one in enumerate(row):
-            if type(one) is not int:
+            if not is_whole(one):
                 raise ValueError(f"{place}{' ' if place else ''}id {j} is {kind_of(one)}, not a whole number")
-    return Ids([value] if is_one else value)
+    return Ids(list(map(int, row)) for row in ([value] if is_one else value))
 
 
 class Inputs(list):
@@ -113,7 +118,7 @@ def _windows(value: Any) -> dict[str, Any] | bool:
         return value
     if not isinstance(value, dict):
         raise ValueError(f"it is {kind_of(value)}; it must be a truth value, or an object with {', '.join(_WINDOWS)}")
-    said = {name: entry for name, entry in value.items() if entry is not None}
+    said = {name: int(entry) if is_whole(entry) else entry for name, entry in value.items() if entry is not None}
     for name, entry in said.items():
         if name not in _WINDOWS:
             raise ValueError(f"unknown {name!r}; known are: {', '.join(_WINDOWS)}")
@@ -188,7 +193,7 @@ WINDOWS = record(
 )
 Texts = Annotated[list[str], BeforeValidator(_texts), WithJsonSchema(either(TEXT, TEXTS))]
 TextsOrIds = Annotated[
-    Any, BeforeValidator(_texts_or_ids), WithJsonSchema(either(TEXT, TEXTS, IDS, array(IDS, **SOME)))
+    Any, BeforeValidator(_texts_or_ids), WithJsonSchema(either(TEXT, TEXTS, IDS, array(array(ID), **SOME)))
 ]
 TextsOrPairs = Annotated[
     Any,
@@ -210,9 +215,8 @@ Side = Literal["Left", "left", "Right", "right"]
 
 
 class Request(BaseModel):
-    """`takes_parameters`: the fields beside `inputs` may stand in an object `parameters`, too, as Hugging Face's
-    clients put them; `by_pipeline` is then set: the answer has the form of its pipelines. What stands beside
-    `parameters` holds.
+    """`takes_parameters`: all fields beside `inputs` may stand in an object `parameters`, as Hugging Face's clients put
+    them; `by_pipeline` is then set: the answer has the form of its pipelines.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -305,7 +309,7 @@ def _ids(value: Any) -> Ids:
 
 class DecodeRequest(Request):
     takes_parameters = False
-    ids: Annotated[Any, BeforeValidator(_ids), WithJsonSchema(either(IDS, array(IDS, **SOME)))]
+    ids: Annotated[Any, BeforeValidator(_ids), WithJsonSchema(either(IDS, array(array(ID), **SOME)))]
     skip_special_tokens: bool = True
 
 
@@ -334,30 +338,40 @@ R = TypeVar("R", bound=Request)
 
 def parse(content: dict[str, Any], kind: type[R]) -> R:
     """The request in a body's object. Raises RequestError with the first thing that is wrong."""
-    parameters = content.get("parameters") if kind.takes_parameters else None
-    if parameters is not None:
-        if not isinstance(parameters, dict):
-            raise RequestError("validation", f"parameters: it is {kind_of(parameters)}; it must be an object")
-        content = {**parameters, **content}
-    by_pipeline = kind.takes_parameters and "parameters" in content
-    if by_pipeline:
-        del (content := dict(content))["parameters"]
+    if not kind.takes_parameters or content.get("parameters") is None:
+        return _parse(
+            {k: v for k, v in content.items() if k != "parameters"} if kind.takes_parameters else content, kind
+        )
+    content, parameters = dict(content), content["parameters"]
+    del content["parameters"]
+    if not isinstance(parameters, dict):
+        raise RequestError("validation", f"parameters: it is {kind_of(parameters)}; it must be an object")
+    for name in content.keys() & kind.model_fields.keys():
+        if not kind.model_fields[name].is_required():
+            raise RequestError("validation", f"{name} stands beside parameters; it must be there, or all of them here")
+    for name in parameters:
+        if name in kind.model_fields and kind.model_fields[name].is_required():
+            raise RequestError("validation", f"{name} is in parameters; it must stand beside them")
+    found = _parse({**parameters, **content}, kind)
+    found._by_pipeline = True
+    return found
+
+
+def _parse(content: dict[str, Any], kind: type[R]) -> R:
     fields, said = kind.model_fields, {}
     for name, value in content.items():
         if name not in fields:
             message = f"unknown field {reprlib.repr(name)}; known are: {', '.join(fields)}"
             raise RequestError("validation", message)
         if value is not None or fields[name].is_required():
-            said[name] = value
+            said[name] = int(value) if is_whole(value) else value
     try:
-        found = kind.model_validate(said)
+        return kind.model_validate(said)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place, own = ".".join(str(part) for part in first["loc"]), first["msg"].removeprefix("Value error, ")
         value = "" if first["type"] in ("value_error", "missing") else f"; it is {reprlib.repr(first['input'])}"
         raise RequestError("validation", f"{place}: {own}{value}") from None
-    found._by_pipeline = by_pipeline
-    return found
 
 
 def json_schema(kind: type[Request]) -> Schema:
@@ -369,6 +383,11 @@ def json_schema(kind: type[Request]) -> Schema:
             has_null = {"type": "null"} in schema.get("anyOf", ())
             optional[name] = schema if has_null else _nullable(schema)
     made["properties"] |= optional
-    if kind.takes_parameters:
-        made["properties"]["parameters"] = _nullable(record(tuple(optional), **optional))
-    return made
+    if not kind.takes_parameters:
+        return made
+    beside, within = dict(made), dict(made)
+    beside["properties"] = made["properties"] | {"parameters": {"type": "null"}}
+    needed = {name: made["properties"][name] for name in made["required"]}
+    within["properties"] = needed | {"parameters": record(tuple(optional), **optional)}
+    within["required"] = [*made["required"], "parameters"]
+    return either(beside, within)
