@@ -87,18 +87,7 @@ def make_app(
         app.add_route(path, answer, methods=["GET"])  # and HEAD
     document = openapi.document(engine, limits, of_kind, has_key=api_key is not None, api_inputs=API_INPUTS)
     app.openapi = lambda: document  # type: ignore[method-assign]
-
-    @app.exception_handler(RequestError)
-    async def refuse(request: Request, error: RequestError) -> Response:
-        server.metrics.failures.labels(error.kind).inc()
-        return error_response(request.scope, error.kind, str(error))
-
-    @app.exception_handler(HTTPException)
-    async def unknown(request: Request, error: HTTPException) -> Response:
-        there = ", ".join(route.path for route in of_kind)
-        message = f"{request.method} {route_path(request.scope)}: {error.detail}; of this model {there} take POST"
-        return error_response(request.scope, "not_found", message, error.status_code, error.headers)
-
+    answer_errors(app, server.metrics, [route.path for route in of_kind])
     app.add_middleware(
         AdmissionControl,
         metrics=server.metrics,
@@ -116,6 +105,21 @@ def make_app(
             expose_headers=["*"],
         )
     return app
+
+
+def answer_errors(app: FastAPI, metrics: Metrics, there: list[str]) -> None:
+    """`there`: the paths that the model has."""
+
+    @app.exception_handler(RequestError)
+    async def refuse(request: Request, error: RequestError) -> Response:
+        metrics.failures.labels(error.kind).inc()
+        return error_response(request.scope, error.kind, str(error))
+
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        asked = f"{request.method} {route_path(request.scope)}"
+        message = f"{asked}: {error.detail}; of this model {', '.join(there)} take POST"
+        return error_response(request.scope, "not_found", message, error.status_code, error.headers)
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,9 @@ class Server:
     async def similarity(self, asked: schemas.SimilarityRequest) -> Any:
         """The cosine of the first text's vector with those of the others."""
         options = self._options(None, self.prompt(asked.prompt_name))
-        vectors = unit_length(await self._rows("inputs.sentences", asked.inputs, asked, options, apart=1))
+        vectors = unit_length(
+            await self._rows("inputs.sentences", asked.inputs, asked, options, "inputs.source_sentence")
+        )
         return vectors[1:] @ vectors[0]
 
     async def chunks(self, asked: schemas.ChunksRequest) -> Any:
@@ -277,14 +283,16 @@ class Server:
             raise RequestError("validation", f"windows: {error}") from None
 
     async def _rows(
-        self, field: str, inputs: list[Any], asked: schemas.Truncating, options: InferenceOptions, apart: int = 0
+        self,
+        field: str,
+        inputs: list[Any],
+        asked: schemas.Truncating,
+        options: InferenceOptions,
+        first: str | None = None,
     ) -> np.ndarray:
-        """The vectors, or logits, of inputs, which are one sequence each, or are cut into windows: (inputs, width).
-
-        `apart`: so many of them do not count as the field's.
-        """
+        """The vectors, or logits, of inputs, which are one sequence each, or are cut into windows: (inputs, width)."""
         if options.windows is None:
-            made = await self.tokenized(field, inputs, options.prompt, asked, apart=apart, has_windows=apart == 0)
+            made = await self.tokenized(field, inputs, options.prompt, asked, first=first, has_windows=first is None)
             return np.stack(await self.compute(made))
         return await self._run_job(
             field, inputs, lambda model: model.job(inputs, options).then(lambda rows: rows.cpu().numpy())
@@ -298,16 +306,17 @@ class Server:
         asked: schemas.Truncating | None = None,
         *,
         limit: int | None = None,
-        apart: int = 0,
+        first: str | None = None,
         has_windows: bool = False,
     ) -> Prepared:
         """Inputs of a request, which may say whether and where they are cut, checked and tokenised.
 
-        Raises RequestError for what is too many or too long.
+        first: another field, which the first of the inputs is. has_windows: the route can read longer texts. Raises
+        RequestError for what is too many or too long.
         """
         began = time.perf_counter()
         self._come(inputs)
-        self.check_count(field, inputs, limit, apart)
+        self.check_count(field, inputs if first is None else inputs[1:], limit)
         given = None if asked is None else asked.truncate
         cuts = self.limits.auto_truncate if given is None else given
         engine = await self._cutting_at(asked.truncation_direction) if cuts and asked is not None else self.engine
@@ -317,8 +326,8 @@ class Server:
         else:
             sequences, lengths, cut = await self._tokenize(engine, field, inputs, prompt)
         if cut is not None and not cuts:
-            most, place = engine.model.max_seq_length, max(0, cut - apart)
-            told = f"{field}[{place}] has more than {most} tokens, the model's limit"
+            name = f"{field}[{cut}]" if first is None else f"{field}[{cut - 1}]" if cut else first
+            told = f"{name} has more than {engine.model.max_seq_length} tokens, the model's limit"
             if asked is not None:
                 told += "; with truncate it is cut" + ", and with windows it is read to its end" * has_windows
             raise RequestError("validation", told)
@@ -380,13 +389,12 @@ class Server:
     def _come(self, inputs: list[Any]) -> None:
         self.metrics.requests.labels("single" if len(inputs) == 1 else "batch").inc()
 
-    def check_count(self, field: str, inputs: list[Any], limit: int | None = None, apart: int = 0) -> None:
-        """`apart`: so many of the inputs are not the field's. Raises RequestError."""
-        count, limit = len(inputs) - apart, self.limits.max_client_batch_size if limit is None else limit
-        if not count:
+    def check_count(self, field: str, inputs: list[Any], limit: int | None = None) -> None:
+        limit = self.limits.max_client_batch_size if limit is None else limit
+        if not inputs:
             raise RequestError("empty", f"{field} is empty")
-        if count > limit:
-            raise RequestError("validation", f"{field} has {count} texts; a request may have {limit}")
+        if len(inputs) > limit:
+            raise RequestError("validation", f"{field} has {len(inputs)} texts; a request may have {limit}")
 
     def _observe(self, count: int, tokens: int, start: float, tokenized: float, job: Any) -> None:
         m = self.metrics

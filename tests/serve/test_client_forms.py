@@ -104,6 +104,8 @@ def test_similarity_and_hugging_faces_client_at_the_root(engines):
         ({"inputs": {"source_sentence": "a", "sentences": []}}, "inputs.sentences is empty"),
         ({"inputs": {"source_sentence": "a"}}, "no object with source_sentence and sentences"),
         ({"inputs": {"source_sentence": "a", "sentences": ["b", LONG]}}, "inputs.sentences[1] has more than 64 tokens"),
+        ({"inputs": {"source_sentence": LONG, "sentences": ["b"]}}, "inputs.source_sentence has more than 64 tokens"),
+        ({"inputs": inputs, "parameters": {}, "truncate": True}, "truncate stands beside parameters"),
         ({"inputs": inputs, "parameters": {"top": 3}}, "unknown field 'top'"),
         ({"inputs": inputs, "parameters": 3}, "parameters: it is a number; it must be an object"),
     ):
