@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from fastapi import FastAPI, Request
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
@@ -28,7 +27,7 @@ from fastbert.serve.answers import as_json, by_pipeline, encoded, predictions, r
 from fastbert.serve.batching import Batcher, ComputeError
 from fastbert.serve.engine import Engine, WindowSequence
 from fastbert.serve.metrics import Metrics
-from fastbert.serve.request_errors import RequestError, error_response, route_path
+from fastbert.serve.request_errors import RequestError, answer_errors
 from fastbert.serve.routes import openapi
 from fastbert.serve.routes.api import API_INPUTS, ApiRoutes
 from fastbert.serve.routes.body import read_json
@@ -73,8 +72,7 @@ def make_app(
 
     app = FastAPI(title="fastbert", version=__version__, lifespan=lifespan, redoc_url=None)
     app.state.outcomes = server.metrics.outcomes
-    api = ApiRoutes(server)
-    routes = routes_of(server, api)
+    routes = routes_of(server, api := ApiRoutes(server))
     of_kind = [route for route in routes if engine.kind in route.kinds]
     for route in routes:
         app.add_route(route.path, server.answering(route), methods=["POST"])
@@ -105,21 +103,6 @@ def make_app(
             expose_headers=["*"],
         )
     return app
-
-
-def answer_errors(app: FastAPI, metrics: Metrics, there: list[str]) -> None:
-    """`there`: the paths that the model has."""
-
-    @app.exception_handler(RequestError)
-    async def refuse(request: Request, error: RequestError) -> Response:
-        metrics.failures.labels(error.kind).inc()
-        return error_response(request.scope, error.kind, str(error))
-
-    @app.exception_handler(HTTPException)
-    async def unknown(request: Request, error: HTTPException) -> Response:
-        asked = f"{request.method} {route_path(request.scope)}"
-        message = f"{asked}: {error.detail}; of this model {', '.join(there)} take POST"
-        return error_response(request.scope, "not_found", message, error.status_code, error.headers)
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from fastbert.serve import json_text
+from fastbert.serve.metrics import Metrics
 
 # text-embeddings-inference's statuses by its kinds of error; from "json" on they are plain HTTP's.
 STATUS = {
@@ -69,3 +72,18 @@ def error_response(
     if status == 401:
         sent["www-authenticate"] = "Bearer"
     return Response(json_text.dumps(content), status, sent, "application/json")
+
+
+def answer_errors(app: FastAPI, metrics: Metrics, there: list[str]) -> None:
+    """`there`: the paths that the model has."""
+
+    @app.exception_handler(RequestError)
+    async def refuse(request: Request, error: RequestError) -> Response:
+        metrics.failures.labels(error.kind).inc()
+        return error_response(request.scope, error.kind, str(error))
+
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        asked = f"{request.method} {route_path(request.scope)}"
+        message = f"{asked}: {error.detail}; of this model {', '.join(there)} take POST"
+        return error_response(request.scope, "not_found", message, error.status_code, error.headers)

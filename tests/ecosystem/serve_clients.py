@@ -1,7 +1,7 @@
 """Other people's clients against `fastbert serve`, each with its own package: the table of docs/serve.md.
 
     python -m venv clients && clients/bin/python -m pip install -r tests/ecosystem/serve_clients.txt
-    python tests/ecosystem/serve_clients.py clients/bin/python
+    python tests/ecosystem/serve_clients.py clients/bin/python [PACKAGE ...]    # all of them, or some
 
 The servers are of this checkout, with random models; the Python that is given runs the clients. What they make of the
 answers is compared with what the routes of text-embeddings-inference answer to a plain request. Prints the table, and
@@ -254,11 +254,13 @@ def _(url: str) -> None:
     _rerank_nodes(JinaRerank(base_url=f"{url}/v1", api_key="none", model=NAME, top_n=2), url)
 
 
-def run_clients(addresses: dict[str, str]) -> int:
+def run_clients(addresses: dict[str, str], packages: list[str]) -> int:
     """Inside of the Python that has the clients."""
     print("| client | call | model | routes | |\n|---|---|---|---|---|")
     failed = 0
     for package, call, kind, route, program in CLIENTS:
+        if packages and package not in packages:
+            continue
         try:
             program(addresses[kind])
             result = "as it should be"
@@ -295,13 +297,15 @@ def servers(models: Mapping[str, tuple[str, dict]], *options: str) -> Iterator[d
         yield addresses
 
 
-def serve_and_run(python: str) -> int:
+def serve_and_run(python: str, packages: list[str]) -> int:
     """In this checkout: the servers, and then the clients."""
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     with servers(MODELS) as addresses:
-        return subprocess.run([python, __file__, "--inside", json.dumps(addresses)], env=environment).returncode
+        words = [python, __file__, "--inside", json.dumps(addresses), *packages]
+        return subprocess.run(words, env=environment).returncode
 
 
 if __name__ == "__main__":
-    inside = sys.argv[1] == "--inside"
-    sys.exit(run_clients(json.loads(sys.argv[2])) if inside else serve_and_run(sys.argv[1]))
+    if sys.argv[1] == "--inside":
+        sys.exit(run_clients(json.loads(sys.argv[2]), sys.argv[3:]))
+    sys.exit(serve_and_run(sys.argv[1], sys.argv[2:]))
