@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from serve_clients import MODELS, servers
@@ -24,12 +25,13 @@ def main(program: str, examples: str = "100", seed: str = "1") -> int:
     models = {kind: (head, {**fields, **LONG}) for kind, (head, fields) in MODELS.items()}
     models["sparse"] = ("MaskedLM", LONG)
     found = 0
-    with servers(models, "--auto-truncate") as addresses:
+    program = str(Path(program).absolute())
+    with servers(models, "--auto-truncate") as addresses, tempfile.TemporaryDirectory() as folder:  # for its notes
         for kind, url in addresses.items():
             print(f"== {kind}", flush=True)
             words = [program, "--config-file", str(HERE / "serve_schema.toml"), "run", f"{url}/openapi.json"]
             words += ["--max-examples", examples, "--seed", seed, "--no-color"]
-            found |= subprocess.run(words).returncode
+            found |= subprocess.run(words, cwd=folder).returncode
     return found
 
 
