@@ -76,16 +76,9 @@ def _(url: str) -> None:
     import openai
 
     ours = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
-    for given in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}):
+    for given in ({}, {"encoding_format": "float"}):  # base64, which it decodes itself, and numbers
         made = ours.embeddings.create(model=NAME, input=TEXTS, **given)
-        rows = [one.embedding for one in made.data]
-        if given.get("encoding_format") == "base64":
-            import base64
-
-            import numpy as np
-
-            rows = [np.frombuffer(base64.b64decode(row), "<f4") for row in rows]
-        same(rows, vectors(url))
+        same([one.embedding for one in made.data], vectors(url))
     many = ours.embeddings.create(model=NAME, input=["a dog"] * 2048)
     assert len(many.data) == 2048 and many.usage.total_tokens == 4 * 2048
     assert len(ours.embeddings.create(model=NAME, input=TEXTS, dimensions=5).data[0].embedding) == 5
@@ -107,13 +100,10 @@ def _(url: str) -> None:
 
     ours = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
     assert [one.id for one in ours.models.list()] == [NAME] and ours.models.retrieve(NAME).id == NAME
-    for error, asked in (
-        (openai.NotFoundError, lambda: ours.models.retrieve("other")),
-        (openai.BadRequestError, lambda: ours.embeddings.create(model=NAME, input="a " * 999)),
-    ):
-        with contextlib.suppress(error):
-            asked()
-            raise AssertionError("no error")
+    with contextlib.suppress(openai.NotFoundError):
+        raise AssertionError(ours.models.retrieve("other"))
+    with contextlib.suppress(openai.BadRequestError):
+        raise AssertionError(ours.embeddings.create(model=NAME, input="a " * 999))
 
 
 @client("huggingface_hub", "feature_extraction", "embedding", "/, /embed")
@@ -222,14 +212,11 @@ def _(url: str) -> None:
     same(TextEmbeddingsInference(model_name=NAME, base_url=url).get_text_embedding_batch(TEXTS), vectors(url))
 
 
-def _nodes() -> Any:
+def _rerank_nodes(postprocessor: Any, url: str) -> None:
     from llama_index.core.schema import NodeWithScore, TextNode
 
-    return [NodeWithScore(node=TextNode(text=text, id_=str(i)), score=0.0) for i, text in enumerate(TEXTS)]
-
-
-def _rerank_nodes(postprocessor: Any, url: str) -> None:
-    found = postprocessor.postprocess_nodes(_nodes(), query_str=QUERY)
+    nodes = [NodeWithScore(node=TextNode(text=text, id_=str(i)), score=0.0) for i, text in enumerate(TEXTS)]
+    found = postprocessor.postprocess_nodes(nodes, query_str=QUERY)
     same_ranks([(int(one.node.node_id), one.score) for one in found], ranked(url)[:2])
 
 
