@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import re
 from typing import Any
 
 from fastbert.cli.parser import UsageError, add_command, add_model, positive
@@ -47,6 +49,16 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--timeout", metavar="S", type=positive, default=60, help="seconds that a request may take (default 60)"
     )
+    parser.add_argument(
+        "--access-log", choices=("text", "json"), help="a line on stdout for each request, not for errors alone"
+    )
+    parser.add_argument(
+        "--cors-origin", metavar="ORIGIN", type=origin, action="append", default=[], dest="cors_origins",
+        help="whose web pages may use the server, such as https://example.org, or *; may stand several times",
+    )  # fmt: skip
+    parser.add_argument("--root-path", metavar="PATH", type=root_path, help="what a proxy takes off the paths")
+    parser.add_argument("--ssl-certfile", metavar="FILE", help="serve by TLS, with this certificate in PEM")
+    parser.add_argument("--ssl-keyfile", metavar="FILE", help="its key, if that is in a file of its own")
     parser.add_argument("--auto-truncate", action="store_true", help="cut long texts where a request does not say")
     parser.add_argument(
         "--api-key", metavar="KEY",
@@ -60,10 +72,30 @@ def port(text: str) -> int:
     return int(text)
 
 
+def origin(text: str) -> str:
+    if not re.fullmatch(r"\*|https?://[^/\s?#@]+", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no origin: https://, a host and perhaps a port, and no path; or *"
+        )
+    return text
+
+
+def root_path(text: str) -> str:
+    if not re.fullmatch(r"(/[\w.~-]+)+", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is no root path: it begins with / and does not end with it")
+    return text
+
+
+def write(line: str) -> None:
+    """A line on stdout at once; lost where nobody can read it, which is no reason to stop serving."""
+    with contextlib.suppress(OSError):
+        os.write(1, f"{line}\n".encode())
+
+
 def run(options: argparse.Namespace) -> int:
     try:
         from fastbert.serve.app import Limits
-        from fastbert.serve.run import serve
+        from fastbert.serve.run import Web, serve
     except ImportError as error:
         if error.name is None or error.name.startswith("fastbert"):
             raise
@@ -75,6 +107,8 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"the API key is empty; without --api-key and {API_KEY} none is asked for")
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key == api_key.strip()):
         raise UsageError("the API key must consist of printable ASCII characters: it is sent in a header")
+    if options.ssl_keyfile is not None and options.ssl_certfile is None:
+        raise UsageError("--ssl-keyfile is the key of --ssl-certfile, which is not given")
     limits = Limits(
         max_concurrent_requests=options.max_concurrent_requests,
         max_client_batch_size=options.max_client_batch_size,
@@ -92,6 +126,14 @@ def run(options: argparse.Namespace) -> int:
         batch_tokens=options.max_batch_tokens,
         api_key=api_key,
         limits=limits,
+        web=Web(
+            root_path=options.root_path or "",
+            certfile=options.ssl_certfile,
+            keyfile=options.ssl_keyfile,
+            cors_origins=options.cors_origins,
+            access_log=options.access_log,
+        ),
         say=say,
+        log=write,
     )
     return 0

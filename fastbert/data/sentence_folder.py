@@ -144,6 +144,11 @@ def transformer_folder(root: Path, kinds: tuple[str, ...] = ("Transformer",)) ->
     return folder
 
 
+def is_splade(root: Path) -> bool:
+    """Whether a sparse encoder's pooling follows. Raises what `_list_modules` raises."""
+    return any(name == "SpladePooling" for name, _ in _list_modules(root))
+
+
 def check_alone(root: Path) -> None:
     """Raise ConfigError if anything follows the Transformer: a Reranker runs nothing more."""
     if others := [name for name, _ in _list_modules(root)[1:]]:

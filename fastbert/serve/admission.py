@@ -9,9 +9,10 @@ from typing import Any
 import anyio
 
 from fastbert.serve.metrics import Metrics
-from fastbert.serve.request_errors import RequestError, error_response
+from fastbert.serve.request_errors import RequestError, error_response, route_path
 
-PUBLIC = ("/health", "/metrics")  # without a key: what watches the server has none
+# Without a key: what watches the server has none, and a browser can send none for a page.
+PUBLIC = ("/health", "/metrics", "/docs", "/openapi.json")
 BODY = "fastbert.body"  # where the scope has a POST's body
 
 
@@ -49,7 +50,7 @@ class AdmissionControl:
 
     async def _request(self, scope: dict, receive: Any, send: Any) -> None:
         try:
-            if self.authorization is not None and scope["path"] not in PUBLIC:
+            if self.authorization is not None and route_path(scope) not in PUBLIC:
                 check_key(scope, self.authorization)
             if scope["method"] != "POST":
                 await self.app(scope, receive, send)
@@ -63,7 +64,7 @@ class AdmissionControl:
                 self.requests -= 1
         except RequestError as error:
             self.metrics.failures.labels(error.kind).inc()
-            await error_response(scope["path"], error.kind, str(error))(scope, receive, send)
+            await error_response(scope, error.kind, str(error))(scope, receive, send)
 
     async def _post(self, scope: dict, receive: Any, send: Any) -> None:
         try:
@@ -116,5 +117,6 @@ class AdmissionControl:
 def check_key(scope: dict, expected: bytes) -> None:
     """Raises RequestError for a request without the header; the time does not tell how much of it is right."""
     given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-    if not hmac.compare_digest(given, expected):
+    scheme, blank, key = given.partition(b" ")
+    if not hmac.compare_digest(scheme.capitalize() + blank + key, expected):  # the scheme may have any case
         raise RequestError("unauthorized", "the header Authorization must be: Bearer, a space and the API key")

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import numpy as np
 import torch
+from starlette.responses import Response
 
 from fastbert.data.sentence_folder import Normalize
 from fastbert.sentences import Reranker
 from fastbert.sentences.scorer import SequenceScorer
+from fastbert.serve import json_text
 from fastbert.serve.engine import Engine
+
+
+def as_json(content: Any) -> Response:
+    return Response(json_text.dumps(content), media_type="application/json")
 
 
 def unit_length(vectors: np.ndarray) -> np.ndarray:
@@ -45,3 +52,16 @@ def predictions(engine: Engine, logits: np.ndarray, raw: bool) -> list[list[dict
         order = np.argsort(-row, kind="stable").tolist()
         found.append([{"score": row[i], "label": engine.labels[i]} for i in order])
     return found
+
+
+def by_pipeline(entities: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The entities of a text under the names of Hugging Face's pipelines."""
+    names = {"label": "entity_group", "text": "word"}
+    return [{names.get(name, name): value for name, value in one.items()} for one in entities]
+
+
+def encoded(vectors: np.ndarray, encoding_format: str) -> Any:
+    """As numbers, or as OpenAI has them in base64: float32, the low byte first."""
+    if encoding_format == "base64":
+        return [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in vectors]
+    return vectors

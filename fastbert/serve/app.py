@@ -1,19 +1,17 @@
-"""The routes: text-embeddings-inference's, and OpenAI's /v1/embeddings."""
+"""The routes: text-embeddings-inference's, and those of OpenAI's, Jina's, Cohere's and Hugging Face's clients."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from fastapi import FastAPI, Request
-from pydantic import BaseModel
-from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from fastbert.data.windows import Windows
@@ -23,22 +21,21 @@ from fastbert.errors import InputError
 from fastbert.sentences.documents import CHUNKS, chunks_job
 from fastbert.sentences.spans.question_answerer import QuestionAnswerer
 from fastbert.sentences.text_model import Aggregate, InferenceOptions
-from fastbert.serve import json_text, schemas
-from fastbert.serve.admission import BODY, AdmissionControl
-from fastbert.serve.answers import predictions, ranking, unit_length
+from fastbert.serve import schemas
+from fastbert.serve.admission import AdmissionControl
+from fastbert.serve.answers import as_json, by_pipeline, encoded, predictions, ranking, unit_length
 from fastbert.serve.batching import Batcher, ComputeError
 from fastbert.serve.engine import Engine, WindowSequence
 from fastbert.serve.metrics import Metrics
-from fastbert.serve.request_errors import RequestError, error_response
+from fastbert.serve.request_errors import RequestError, answer_errors
+from fastbert.serve.routes import openapi
+from fastbert.serve.routes.api import API_INPUTS, ApiRoutes
+from fastbert.serve.routes.body import read_json
+from fastbert.serve.routes.openapi import Route
+from fastbert.serve.routes.table import routes_of
+from fastbert.serve.routes.token_ids import check_ids, cutting_at, sequences_of_ids, side_of
 from fastbert.version import __version__
 
-ROUTES = {  # what "/" stands for, for each kind of model
-    "embedding": "/embed",
-    "reranker": "/rerank",
-    "classifier": "/predict",
-    "token-classifier": "/entities",
-    "question-answerer": "/answers",
-}
 INLINE_CHARS = 2000  # tokenising more would hold up the other requests: a thread does it
 
 
@@ -54,9 +51,16 @@ class Limits:
 
 
 def make_app(
-    engine: Engine, limits: Limits, api_key: str | None = None, *, batch_tokens: int, workers: int, threads: int
+    engine: Engine,
+    limits: Limits,
+    api_key: str | None = None,
+    *,
+    batch_tokens: int,
+    workers: int,
+    threads: int,
+    cors_origins: Sequence[str] = (),
 ) -> FastAPI:
-    """The application; its lifespan has the threads that compute."""
+    """The application; its lifespan has the threads that compute. cors_origins: whose web pages may use it."""
     server = Server(engine, limits, batch_tokens)
 
     @contextlib.asynccontextmanager
@@ -66,36 +70,22 @@ def make_app(
         yield
         server.batcher.close()
 
-    app = FastAPI(title="fastbert", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="fastbert", version=__version__, lifespan=lifespan, redoc_url=None)
     app.state.outcomes = server.metrics.outcomes
-    posts: dict[str, tuple[Callable[[Request], Awaitable[Response]], type[BaseModel]]] = {
-        "/embed": (server.embed, schemas.EmbedRequest),
-        "/rerank": (server.rerank, schemas.RerankRequest),
-        "/predict": (server.predict, schemas.PredictRequest),
-        "/v1/embeddings": (server.openai_embeddings, schemas.OpenAIRequest),
-        "/chunks": (server.chunks, schemas.ChunksRequest),
-        "/entities": (server.entities, schemas.EntitiesRequest),
-        "/answers": (server.answers, schemas.AnswersRequest),
-    }
-    for path, (route, schema) in posts.items():
-        body = {"required": True, "content": {"application/json": {"schema": schema.model_json_schema()}}}
-        app.post(path, openapi_extra={"requestBody": body})(route)
-    whole = posts[ROUTES[engine.kind]][0]
-    app.post("/", include_in_schema=False)(whole)  # for clients that know the server's address alone
-    gets = {"/health": server.health, "/metrics": server.page, "/info": server.info, "/v1/models": server.openai_models}
+    routes = routes_of(server, api := ApiRoutes(server))
+    of_kind = [route for route in routes if engine.kind in route.kinds]
+    for route in routes:
+        app.add_route(route.path, server.answering(route), methods=["POST"])
+    app.add_route("/", server.answering_at_root(of_kind), methods=["POST"])
+    gets: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        "/health": server.health, "/metrics": server.page, "/info": server.info, "/v1/models": api.models,
+        "/v1/models/{name:path}": api.model,
+    }  # fmt: skip
     for path, answer in gets.items():
-        app.get(path)(answer)
-
-    @app.exception_handler(RequestError)
-    async def refuse(request: Request, error: RequestError) -> Response:
-        server.metrics.failures.labels(error.kind).inc()
-        return error_response(request.url.path, error.kind, str(error))
-
-    @app.exception_handler(HTTPException)
-    async def unknown(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}; {', '.join(posts)} take POST"
-        return error_response(request.url.path, "not_found", message, error.status_code)
-
+        app.add_route(path, answer, methods=["GET"])  # and HEAD
+    document = openapi.document(engine, limits, of_kind, has_key=api_key is not None, api_inputs=API_INPUTS)
+    app.openapi = lambda: document  # type: ignore[method-assign]
+    answer_errors(app, server.metrics, [route.path for route in of_kind])
     app.add_middleware(
         AdmissionControl,
         metrics=server.metrics,
@@ -104,11 +94,25 @@ def make_app(
         max_bytes=limits.payload_limit,
         timeout_s=limits.timeout_s,
     )
+    if cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
     return app
 
 
-def as_json(content: Any) -> Response:
-    return Response(json_text.dumps(content), media_type="application/json")
+@dataclass(frozen=True)
+class Prepared:
+    """Inputs of a request that are ready to be computed. began: when it came, of time.perf_counter."""
+
+    sequences: list[Any]
+    lengths: list[int]
+    count: int
+    began: float
 
 
 class Server:
@@ -118,89 +122,106 @@ class Server:
 
     def __init__(self, engine: Engine, limits: Limits, batch_tokens: int):
         self.engine, self.limits, self.batch_tokens, self.metrics = engine, limits, batch_tokens, Metrics()
+        self.words = engine.model.model.base_model.table_sizes().words
+        self._cutting = {side_of(engine.model.tokenizer): engine}  # by the side at which they cut
 
-    async def embed(self, request: Request) -> Response:
-        asked = self._read(request, schemas.EmbedRequest, "embedding")
-        options = self._options(asked.windows, self._prompt(asked.prompt_name))
-        vectors = await self._rows("inputs", asked.inputs, asked.truncate, options)
-        return as_json(self._vectors(vectors, asked.dimensions, asked.normalize))
+    def answering(self, route: Route) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            self._check_kind(route.kinds)
+            return await self._answer(route, read_json(request.scope))
 
-    async def chunks(self, request: Request) -> Response:
-        asked = self._read(request, schemas.ChunksRequest, "embedding")
+        return answer
+
+    def answering_at_root(self, routes: list[Route]) -> Callable[[Request], Awaitable[Response]]:
+        """For clients that know the server's address alone: what the model is for. Hugging Face's sends sentences that
+        are to be compared there, too.
+        """
+        similarity = next((route for route in routes if route.path == "/similarity"), routes[0])
+
+        async def answer(request: Request) -> Response:
+            content = read_json(request.scope)
+            return await self._answer(similarity if isinstance(content.get("inputs"), dict) else routes[0], content)
+
+        return answer
+
+    async def _answer(self, route: Route, content: dict[str, Any]) -> Response:
+        return as_json(await route.handle(schemas.parse(content, route.request)))
+
+    async def embed(self, asked: schemas.EmbedRequest) -> Any:
+        self.check_dimensions(asked.dimensions)
+        options = self._options(asked.windows, self.prompt(asked.prompt_name))
+        if options.windows is not None and isinstance(asked.inputs, schemas.Ids):
+            raise RequestError("validation", "windows: they are of texts, and inputs are token ids")
+        rows = await self._rows("inputs", asked.inputs, asked, options)
+        return encoded(self.vectors(rows, asked.dimensions, asked.normalize), asked.encoding_format)
+
+    async def similarity(self, asked: schemas.SimilarityRequest) -> Any:
+        """The cosine of the first text's vector with those of the others."""
+        options = self._options(None, self.prompt(asked.prompt_name))
+        vectors = unit_length(
+            await self._rows("inputs.sentences", asked.inputs, asked, options, "inputs.source_sentence")
+        )
+        return vectors[1:] @ vectors[0]
+
+    async def chunks(self, asked: schemas.ChunksRequest) -> Any:
         if asked.windows is False:
             raise RequestError("validation", "windows: chunks are windows: it is true, or an object")
-        options, inputs = self._options(asked.windows, self._prompt(asked.prompt_name), base=CHUNKS), asked.inputs
+        self.check_dimensions(asked.dimensions)
+        options, inputs = self._options(asked.windows, self.prompt(asked.prompt_name), base=CHUNKS), asked.inputs
         made = await self._run_job("inputs", inputs, lambda model: chunks_job(model, inputs, options, asked.late))
-        vectors = self._vectors(made.vectors, asked.dimensions, asked.normalize)
+        vectors = self.vectors(made.vectors, asked.dimensions, asked.normalize)
         found: list[list[dict[str, Any]]] = [[] for _ in inputs]
         places = (each.tolist() for each in (made.documents, made.starts, made.ends))
         for vector, i, start, end in zip(vectors, *places, strict=True):
             text = {"text": inputs[i][start:end]} if asked.return_text else {}
             found[i].append({"start": start, "end": end, **text, "embedding": vector})
-        return as_json(found)
+        return found
 
-    async def entities(self, request: Request) -> Response:
-        asked = self._read(request, schemas.EntitiesRequest, "token-classifier")
+    async def entities(self, asked: schemas.EntitiesRequest) -> Any:
         inputs, windows = asked.inputs, self._options(asked.windows).windows
         made = await self._run_job("inputs", inputs, lambda model: model.entities_job(inputs, windows, asked.aggregate))
-        return as_json(made)
+        if not asked.by_pipeline:
+            return made
+        found = [by_pipeline(one) for one in made]
+        return found[0] if len(found) == 1 else found
 
-    async def answers(self, request: Request) -> Response:
-        asked = self._read(request, schemas.AnswersRequest, "question-answerer")
+    async def answers(self, asked: schemas.AnswersRequest) -> Any:
         windows = self._options(asked.windows).windows
 
         def job(model: QuestionAnswerer) -> WindowJob[Answers]:
             return model.answers_job(asked.inputs, windows, asked.aggregate, asked.no_answer)
 
         columns = await self._run_job("inputs", asked.inputs, job)
-        return as_json([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
+        found = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        return found[0] if asked.by_pipeline and asked.inputs.is_one else found
 
-    async def openai_embeddings(self, request: Request) -> Response:
-        asked = self._read(request, schemas.OpenAIRequest, "embedding")
-        if asked.model not in (None, self.engine.name):
-            raise RequestError("not_found", f"model {asked.model!r} is not served here; {self.engine.name!r} is")
-        vectors, tokens = await self._run("input", asked.input, None, self._prompt(None))
-        rows: Any = self._vectors(vectors, asked.dimensions, True)
-        if asked.encoding_format == "base64":
-            rows = [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in rows]
-        return as_json(
-            {
-                "object": "list",
-                "data": [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)],
-                "model": self.engine.name,
-                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-            }
-        )
-
-    async def rerank(self, request: Request) -> Response:
-        asked = self._read(request, schemas.RerankRequest, "reranker")
+    async def rerank(self, asked: schemas.RerankRequest) -> Any:
         pairs = [(asked.query, text) for text in asked.texts]
         options = self._options(asked.windows, aggregate=asked.aggregate)
         texts = asked.texts if asked.return_text else None
         if options.windows is None or options.aggregate == "vectors":  # which gives passages no scores
-            logits = await self._rows("texts", pairs, asked.truncate, options)
-            return as_json(ranking(self.engine, logits, asked.raw_scores, texts))
+            logits = await self._rows("texts", pairs, asked, options)
+            return ranking(self.engine, logits, asked.raw_scores, texts)
         found, passages = await self._run_job("texts", pairs, lambda model: model.passages_job(pairs, options))
-        return as_json(ranking(self.engine, found.cpu().numpy(), asked.raw_scores, texts, passages))
+        return ranking(self.engine, found.cpu().numpy(), asked.raw_scores, texts, passages)
 
-    async def predict(self, request: Request) -> Response:
-        asked = self._read(request, schemas.PredictRequest, "reranker", "classifier")
+    async def predict(self, asked: schemas.PredictRequest) -> Any:
         options = self._options(asked.windows, aggregate=asked.aggregate)
-        logits = await self._rows("inputs", asked.inputs, asked.truncate, options)
+        logits = await self._rows("inputs", asked.inputs, asked, options)
         found = predictions(self.engine, logits, asked.raw_scores)
-        return as_json(found[0] if asked.inputs.is_one else found)
+        return found[0] if asked.inputs.is_one and not asked.by_pipeline else found
 
-    async def health(self) -> Response:
+    async def health(self, request: Request) -> Response:
         if not self.batcher.is_alive:
             raise RequestError("unhealthy", "a thread that computes has ended")
         return Response()
 
-    async def page(self) -> Response:
+    async def page(self, request: Request) -> Response:
         return Response(self.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def info(self) -> Response:
+    async def info(self, request: Request) -> Response:
         model, labels = self.engine.model, {str(i): label for i, label in enumerate(self.engine.labels)}
-        says: dict[str, Any] = {"dim": self.engine.width} if self.engine.kind == "embedding" else {}
+        says: dict[str, Any] = {"dim": self.engine.width} if self.engine.kind in ("embedding", "sparse") else {}
         if labels:
             says = {"id2label": labels, "label2id": {label: int(i) for i, label in labels.items()}}
         return as_json(
@@ -217,18 +238,13 @@ class Server:
             }
         )
 
-    async def openai_models(self) -> Response:
-        model = {"id": self.engine.name, "object": "model", "created": 0, "owned_by": "fastbert"}
-        return as_json({"object": "list", "data": [model]})
-
-    def _read(self, request: Request, kind: type[schemas.R], *engines: str) -> schemas.R:
-        if self.engine.kind not in engines:
+    def _check_kind(self, kinds: tuple[str, ...]) -> None:
+        if self.engine.kind not in kinds:
             raise RequestError(
-                "backend", f"{self.engine.name} is no {' or '.join(engines)} model: it is {self.engine.kind}"
+                "backend", f"{self.engine.name} is no {' or '.join(kinds)} model: it is {self.engine.kind}"
             )
-        return schemas.parse(request.scope[BODY], kind)
 
-    def _prompt(self, name: str | None) -> str:
+    def prompt(self, name: str | None) -> str:
         try:
             return self.engine.model.prompt(name)
         except InputError as error:
@@ -250,39 +266,81 @@ class Server:
             raise RequestError("validation", f"windows: {error}") from None
 
     async def _rows(
-        self, field: str, inputs: list[Any], truncate: bool | None, options: InferenceOptions
+        self,
+        field: str,
+        inputs: list[Any],
+        asked: schemas.Truncating,
+        options: InferenceOptions,
+        first: str | None = None,
     ) -> np.ndarray:
         """The vectors, or logits, of inputs, which are one sequence each, or are cut into windows: (inputs, width)."""
         if options.windows is None:
-            return (await self._run(field, inputs, truncate, options.prompt))[0]
+            made = await self.tokenized(field, inputs, options.prompt, asked, first=first, has_windows=first is None)
+            return np.stack(await self.compute(made))
         return await self._run_job(
             field, inputs, lambda model: model.job(inputs, options).then(lambda rows: rows.cpu().numpy())
         )
 
-    async def _run(
-        self, field: str, inputs: list[Any], truncate: bool | None, prompt: str = ""
-    ) -> tuple[np.ndarray, int]:
-        """(rows of the inputs, their tokens). Raises RequestError for what is too many, too long or late, or fails."""
-        start = time.perf_counter()
-        self._check_count(field, inputs)
+    async def tokenized(
+        self,
+        field: str,
+        inputs: list[Any],
+        prompt: str = "",
+        asked: schemas.Truncating | None = None,
+        *,
+        limit: int | None = None,
+        first: str | None = None,
+        has_windows: bool = False,
+    ) -> Prepared:
+        """Inputs of a request, which may say whether and where they are cut, checked and tokenised.
+
+        first: another field, which the first of the inputs is. has_windows: the route can read longer texts. Raises
+        RequestError for what is too many or too long.
+        """
+        began = time.perf_counter()
+        self._come(inputs)
+        self.check_count(field, inputs if first is None else inputs[1:], limit)
+        given = None if asked is None else asked.truncate
+        cuts = self.limits.auto_truncate if given is None else given
+        engine = await self._cutting_at(asked.truncation_direction) if cuts and asked is not None else self.engine
+        if isinstance(inputs, schemas.Ids):
+            check_ids(field, inputs, self.words)
+            sequences, lengths, cut = await asyncio.to_thread(sequences_of_ids, engine.model, inputs, prompt)
+        else:
+            sequences, lengths, cut = await self._tokenize(engine, field, inputs, prompt)
+        if cut is not None and not cuts:
+            name = f"{field}[{cut}]" if first is None else f"{field}[{cut - 1}]" if cut else first
+            told = f"{name} has more than {engine.model.max_seq_length} tokens, the model's limit"
+            if asked is not None:
+                told += "; with truncate it is cut" + ", and with windows it is read to its end" * has_windows
+            raise RequestError("validation", told)
+        return Prepared(sequences, lengths, len(inputs), began)
+
+    async def _tokenize(
+        self, engine: Engine, field: str, inputs: list[Any], prompt: str
+    ) -> tuple[list[Any], list[int], int | None]:
         chars = sum(len(text) if isinstance(text, str) else len(text[0]) + len(text[1]) for text in inputs)
         try:
             if chars + len(prompt) * len(inputs) <= INLINE_CHARS:
-                sequences, lengths, cut = self.engine.tokenize(inputs, prompt)
-            else:
-                sequences, lengths, cut = await asyncio.to_thread(self.engine.tokenize, inputs, prompt)
+                return engine.tokenize(inputs, prompt)
+            return await asyncio.to_thread(engine.tokenize, inputs, prompt)
         except UnicodeEncodeError as error:
             raise RequestError("tokenizer", f"{field}: not valid Unicode: {error}") from None
-        if cut is not None and not (self.limits.auto_truncate if truncate is None else truncate):
-            limit = self.engine.model.max_seq_length
-            raise RequestError("validation", f"{field}[{cut}] has more than {limit} tokens, the model's limit; "
-                          "with truncate it is cut, and with windows it is read to its end")  # fmt: skip
-        return np.stack(await self._compute(sequences, lengths, len(inputs), start)), sum(lengths)
+
+    async def _cutting_at(self, side: str | None) -> Engine:
+        """The model that cuts texts there. Made when it is first asked for: it is one more tokenizer."""
+        if side is None:
+            return self.engine
+        side = side.lower()
+        if side not in self._cutting:
+            self._cutting[side] = await asyncio.to_thread(cutting_at, self.engine, side)
+        return self._cutting[side]
 
     async def _run_job(self, field: str, inputs: list[Any], make: Callable[[Any], WindowJob[Any]]) -> Any:
         """What the job that `make(model)` gives says of the inputs. Raises RequestError as `_run`."""
         start = time.perf_counter()
-        self._check_count(field, inputs)
+        self._come(inputs)
+        self.check_count(field, inputs)
         try:
             job = await asyncio.to_thread(make, self.engine.model)
         except UnicodeEncodeError as error:
@@ -290,13 +348,13 @@ class Server:
         except InputError as error:
             raise RequestError("validation", f"windows: {error}") from None
         sequences = [WindowSequence(job, i) for i in range(len(job.windows))]
-        rows = await self._compute(sequences, job.windows.lengths.tolist(), len(inputs), start)
+        rows = await self.compute(Prepared(sequences, job.windows.lengths.tolist(), len(inputs), start))
         return await asyncio.to_thread(job.result, rows)
 
-    async def _compute(self, sequences: list[Any], lengths: list[int], count: int, start: float) -> list[np.ndarray]:
-        """What the model makes of the sequences of `count` inputs, a request that came at `start`."""
+    async def compute(self, made: Prepared) -> list[np.ndarray]:
+        """What the model makes of each sequence. Raises RequestError for what is late, or fails."""
         tokenized = time.perf_counter()
-        job = self.batcher.submit(sequences, lengths)
+        job = self.batcher.submit(made.sequences, made.lengths)
         timer = asyncio.get_running_loop().call_later(self.limits.timeout_s, job.future.cancel)
         try:
             rows = await job.future
@@ -308,14 +366,16 @@ class Server:
             raise RequestError("timeout", f"not answered within {self.limits.timeout_s:g} s: try again later") from None
         finally:
             timer.cancel()
-        self._observe(count, sum(lengths), start, tokenized, job)
+        self._observe(made.count, sum(made.lengths), made.began, tokenized, job)
         return rows
 
-    def _check_count(self, field: str, inputs: list[Any]) -> None:
+    def _come(self, inputs: list[Any]) -> None:
         self.metrics.requests.labels("single" if len(inputs) == 1 else "batch").inc()
+
+    def check_count(self, field: str, inputs: list[Any], limit: int | None = None) -> None:
+        limit = self.limits.max_client_batch_size if limit is None else limit
         if not inputs:
             raise RequestError("empty", f"{field} is empty")
-        limit = self.limits.max_client_batch_size
         if len(inputs) > limit:
             raise RequestError("validation", f"{field} has {len(inputs)} texts; a request may have {limit}")
 
@@ -328,11 +388,13 @@ class Server:
         m.duration.observe(time.perf_counter() - start)
         m.input_length.observe(tokens)
 
-    def _vectors(self, vectors: np.ndarray, dimensions: int | None, normalize: bool) -> np.ndarray:
+    def check_dimensions(self, dimensions: int | None) -> None:
+        width = self.engine.width
+        if dimensions is not None and dimensions > width:
+            raise RequestError("validation", f"dimensions is {dimensions}; the model's vectors have {width}")
+
+    def vectors(self, vectors: np.ndarray, dimensions: int | None, normalize: bool) -> np.ndarray:
+        """The first `dimensions` numbers of each, and then of length 1."""
         if dimensions is not None:
-            if dimensions > vectors.shape[1]:
-                raise RequestError(
-                    "validation", f"dimensions is {dimensions}; the model's vectors have {vectors.shape[1]}"
-                )
             vectors = np.ascontiguousarray(vectors[:, :dimensions])
         return unit_length(vectors) if normalize else vectors

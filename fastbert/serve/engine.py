@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from fastbert.checkpoint.pretrained import is_classifier, read_config
-from fastbert.data.sentence_folder import transformer_folder
+from fastbert.data.sentence_folder import is_splade, transformer_folder
 from fastbert.data.tokenized import pack
 from fastbert.data.windows.job import WindowJob
 from fastbert.hub import resolve
-from fastbert.sentences import Reranker, SentenceEncoder, TextClassifier
+from fastbert.sentences import Reranker, SentenceEncoder, SparseEncoder, TextClassifier
 from fastbert.sentences.scorer import label_names
 from fastbert.sentences.spans.question_answerer import QuestionAnswerer
 from fastbert.sentences.spans.token_classifier import TokenClassifier
@@ -30,8 +30,8 @@ class WindowSequence(NamedTuple):
 
 @dataclass
 class Engine:
-    """A model by its kind: "embedding", "reranker" (one label), "classifier", "token-classifier" (of words) or
-    "question-answerer".
+    """A model by its kind: "embedding", "sparse" (SPLADE), "reranker" (one label), "classifier", "token-classifier" (of
+    words) or "question-answerer".
     """
 
     name: str
@@ -42,7 +42,7 @@ class Engine:
 
     @property
     def width(self) -> int:
-        return self.model.dim if isinstance(self.model, SentenceEncoder) else len(self.labels)
+        return self.model.dim if isinstance(self.model, SentenceEncoder | SparseEncoder) else len(self.labels)
 
     def tokenize(self, inputs: list[Any], prompt: str = "") -> tuple[list[Any], list[int], int | None]:
         """(sequences, their lengths, the first that was cut or None) of texts or pairs.
@@ -79,7 +79,8 @@ def load_engine(name: str, dtype: str, device: str | None) -> Engine:
 
     Raises what `from_pretrained` of these raises.
     """
-    config = read_config(transformer_folder(resolve(name)))
+    root = resolve(name)
+    config = read_config(transformer_folder(root, ("Transformer", "MLMTransformer")))
     heads = config.extra.get("architectures") or ()
     if is_classifier(config):
         if config.num_labels == 1:
@@ -92,4 +93,6 @@ def load_engine(name: str, dtype: str, device: str | None) -> Engine:
         return Engine(name, "token-classifier", tagger, list(tagger.labels))
     if any(head.endswith("ForQuestionAnswering") for head in heads):
         return Engine(name, "question-answerer", QuestionAnswerer.from_pretrained(name, dtype=dtype, device=device), [])
+    if is_splade(root):
+        return Engine(name, "sparse", SparseEncoder.from_pretrained(name, dtype=dtype, device=device), [])
     return Engine(name, "embedding", SentenceEncoder.from_pretrained(name, dtype=dtype, device=device), [])

@@ -34,6 +34,12 @@ def loads(body: bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+def kind(value: Any) -> str:
+    """What JSON calls a value that was read."""
+    kinds = {str: "text", bool: "truth value", int: "number", float: "number", list: "list"}
+    return "null" if value is None else "an object" if isinstance(value, dict) else f"a {kinds[type(value)]}"
+
+
 def _plain(content: Any) -> Any:
     if isinstance(content, dict):
         return {key: _plain(value) for key, value in content.items()}

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from fastbert.serve import json_text
+from fastbert.serve.metrics import Metrics
 
 # text-embeddings-inference's statuses by its kinds of error; from "json" on they are plain HTTP's.
 STATUS = {
@@ -18,11 +24,14 @@ STATUS = {
     "unauthorized": 401,
     "not_found": 404,
     "too_large": 413,
+    "media": 415,
     "slow": 408,
     "timeout": 503,
     "stopping": 503,
 }
 RETRY_AFTER_S = "1"
+TOLD = "fastbert.told"  # where the scope has what the request's line in the log says of an error
+API = ("/v1/", "/v2/")  # below them are OpenAI's, Jina's and Cohere's routes
 
 
 class RequestError(Exception):
@@ -33,16 +42,48 @@ class RequestError(Exception):
         self.kind = kind
 
 
-def error_response(path: str, kind: str, message: str, status: int | None = None) -> Response:
+def route_path(scope: Mapping[str, Any]) -> str:
+    """The path of a request below the server's root path."""
+    return scope["path"].removeprefix(scope.get("root_path", ""))
+
+
+def status_at(path: str, status: int) -> int:
+    """The status that a route's clients know: OpenAI's have 400 for a bad request."""
+    return 400 if status == 422 and path.startswith(API) else status
+
+
+def error_response(
+    scope: Mapping[str, Any],
+    kind: str,
+    message: str,
+    status: int | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
     """OpenAI's form below /v1, elsewhere text-embeddings-inference's."""
-    status = STATUS[kind] if status is None else status
-    if path.startswith("/v1/"):
-        status = 400 if status == 422 else status  # OpenAI's clients know 400 as a bad request
+    path = route_path(scope)
+    scope.get(TOLD, {}).update(kind=kind, error=message)
+    status = status_at(path, STATUS[kind] if status is None else status)
+    if path.startswith(API):
         family = "invalid_request_error" if status < 500 and status not in (424, 429) else "server_error"
         content: dict = {"error": {"message": message, "type": family, "param": None, "code": kind}}
     else:
         content = {"error": message, "error_type": kind}
-    headers = {"retry-after": RETRY_AFTER_S} if status in (429, 503) else {}
+    sent = {**(headers or {}), **({"retry-after": RETRY_AFTER_S} if status in (429, 503) else {})}
     if status == 401:
-        headers["www-authenticate"] = "Bearer"
-    return Response(json_text.dumps(content), status, headers, "application/json")
+        sent["www-authenticate"] = "Bearer"
+    return Response(json_text.dumps(content), status, sent, "application/json")
+
+
+def answer_errors(app: FastAPI, metrics: Metrics, there: list[str]) -> None:
+    """`there`: the paths that the model has."""
+
+    @app.exception_handler(RequestError)
+    async def refuse(request: Request, error: RequestError) -> Response:
+        metrics.failures.labels(error.kind).inc()
+        return error_response(request.scope, error.kind, str(error))
+
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        asked = f"{request.method} {route_path(request.scope)}"
+        message = f"{asked}: {error.detail}; of this model {', '.join(there)} take POST"
+        return error_response(request.scope, "not_found", message, error.status_code, error.headers)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Callable
+import ssl
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,12 +18,40 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 from fastbert.packed_weights import keep_packed_only
+from fastbert.serve.access_log import AccessLog, RequestLog
 from fastbert.serve.app import Limits, make_app
 from fastbert.serve.engine import load_engine
 from fastbert.serve.protocol import bounded
 from fastbert.serve.server import HttpServer
 
 SPARE_FILES = 64  # of those that the process may open: libraries, threads, the listening socket
+
+
+@dataclass(frozen=True)
+class Web:
+    """How the server is seen. root_path: what a proxy takes off the paths. certfile, keyfile: of TLS, in PEM; the key
+    may be in the certificate's file. cors_origins: whose web pages may use it. access_log: a line for each request.
+    """
+
+    root_path: str = ""
+    certfile: str | None = None
+    keyfile: str | None = None
+    cors_origins: Sequence[str] = ()
+    access_log: AccessLog | None = None
+
+    def check(self) -> None:
+        """Raises OSError: the files are no certificate with its key, or the key has a password."""
+        if self.certfile is None:
+            return
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self.certfile, self.keyfile, password=lambda: "")
+        except ssl.SSLError as error:
+            files = " and ".join(filter(None, (self.certfile, self.keyfile)))
+            raise OSError(f"{files}: no certificate with a key that has no password ({error.reason})") from None
+        except OSError as error:
+            files = " or ".join(filter(None, (self.certfile, self.keyfile)))
+            raise OSError(error.errno, error.strerror, files) from None
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -50,7 +80,7 @@ def connections(requests: int) -> int:
 
 
 def make_server(
-    app: Any, limits: Limits, max_connections: int, on_open: Callable[[], None] = lambda: None
+    app: Any, limits: Limits, max_connections: int, on_open: Callable[[], None] = lambda: None, web: Web = Web()
 ) -> HttpServer:
     return HttpServer(
         uvicorn.Config(
@@ -62,6 +92,9 @@ def make_server(
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=round(2 * limits.timeout_s) + 1,
+            root_path=web.root_path,
+            ssl_certfile=web.certfile,
+            ssl_keyfile=web.keyfile,
         ),
         on_open,
     )
@@ -78,9 +111,16 @@ def serve(
     batch_tokens: int | None = None,
     api_key: str | None = None,
     limits: Limits,
+    web: Web = Web(),
     say: Callable[[str], None],
+    log: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Serve a model until SIGINT or SIGTERM; what was sent whole by then is answered first, or refused."""
+    """Serve a model until SIGINT or SIGTERM; what was sent whole by then is answered first, or refused.
+
+    `say` tells what the server does, `log` what became of a request. Raises OSError: the address is not to be had, or
+    there is no certificate.
+    """
+    web.check()
     bound = bind(host, port)
     if api_key is None and not ipaddress.ip_address(bound.getsockname()[0]).is_loopback:
         say(f"whoever reaches {host} may use this server: it asks for no API key")
@@ -92,12 +132,22 @@ def serve(
     # A batch a core: no core waits for another at the end of each product, least of all for the one that the event
     # loop has taken. docs/serve.md has the times.
     workers, threads = (torch.get_num_threads(), 1) if on_cpu else (1, torch.get_num_threads())
-    app = make_app(engine, limits, api_key, batch_tokens=budget, workers=workers, threads=threads)
+    app = make_app(
+        engine,
+        limits,
+        api_key,
+        batch_tokens=budget,
+        workers=workers,
+        threads=threads,
+        cors_origins=web.cors_origins,
+    )
     address = bound.getsockname()
     shown = f"[{address[0]}]:{address[1]}" if ":" in host else f"{address[0]}:{address[1]}"
     what = f"{engine.kind}, {str(engine.model.dtype).removeprefix('torch.')}, {engine.model.device}"
-    serving = f"serving {engine.name} ({what}) at http://{shown}, described at http://{shown}/openapi.json"
-    server = make_server(app, limits, connections(limits.max_concurrent_requests), lambda: say(serving))
+    shown = f"{'https' if web.certfile else 'http'}://{shown}"
+    serving = f"serving {engine.name} ({what}) at {shown}, described at {shown}/openapi.json"
+    logged = RequestLog(app, web.access_log, log)
+    server = make_server(logged, limits, connections(limits.max_concurrent_requests), lambda: say(serving), web)
     server.run(sockets=[bound])
     outcomes = app.state.outcomes
     cut_off = f", cut off {outcomes.cut_off}" if outcomes.cut_off else ""

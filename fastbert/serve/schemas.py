@@ -1,37 +1,84 @@
-"""What requests may hold: the fields of text-embeddings-inference's routes and of OpenAI's. Others are refused."""
+"""What requests may hold: the fields of text-embeddings-inference's routes, and of OpenAI's, Jina's and Cohere's.
+
+Others are refused. An optional field may be null, which is as if it were not there.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+import reprlib
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, WithJsonSchema
 
+from fastbert.data.windows import POOLS
 from fastbert.data.windows.answers import AnswerAggregate
 from fastbert.data.windows.words import WordAggregate
 from fastbert.sentences.text_model import Aggregate
-from fastbert.serve import json_text
+from fastbert.serve.json_text import kind as kind_of
 from fastbert.serve.request_errors import RequestError
 
-TEXT: dict[str, Any] = {"type": "string"}
-TEXTS: dict[str, Any] = {"type": "array", "items": TEXT}
-PAIR: dict[str, Any] = {"type": "array", "items": TEXT, "minItems": 2, "maxItems": 2}
+Schema = dict[str, Any]
+TEXT: Schema = {"type": "string"}
+WHOLE: Schema = {"type": "integer"}
+NUMBER: Schema = {"type": "number"}
+BOOL: Schema = {"type": "boolean"}
 
 
-def _kind(value: Any) -> str:
-    kinds = {str: "text", bool: "truth value", int: "number", float: "number", list: "list", dict: "object"}
-    return f"a {kinds[type(value)]}" if value is not None else "null"
+def array(items: Schema, **bounds: Any) -> Schema:
+    return {"type": "array", "items": items, **bounds}
+
+
+def record(optional: tuple[str, ...] = (), **properties: Schema) -> Schema:
+    """An object with these properties alone, of which the `optional` may be absent."""
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def either(*schemas: Schema) -> Schema:
+    return {"anyOf": list(schemas)}
+
+
+# Marks in angle brackets stand for what a model and a server have: openapi.py puts it there.
+SOME: dict[str, Any] = {"minItems": 1, "maxItems": "<inputs>"}
+ID: Schema = {"type": "integer", "minimum": 0, "maximum": "<last id>"}
+TEXTS = array(TEXT, **SOME)
+IDS = array(ID, minItems=1)
+ONE_OR_TWO = array(TEXT, minItems=1, maxItems=2)
+
+
+def is_whole(value: Any) -> bool:
+    """JSON has one kind of number: 3.0 is 3."""
+    return type(value) is int or (type(value) is float and value.is_integer())
+
+
+class Ids(list):
+    """Sequences of token ids, instead of texts."""
 
 
 def _texts(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        raise ValueError(f"it is {_kind(value)}; it must be a text or a list of texts")
+        raise ValueError(f"it is {kind_of(value)}; it must be a text or a list of texts")
     for i, text in enumerate(value):
         if not isinstance(text, str):
-            ids = ": token ids are not taken, send texts" if isinstance(text, int | list) else ""
-            raise ValueError(f"entry {i} is {_kind(text)}, not a text{ids}")
+            raise ValueError(f"entry {i} is {kind_of(text)}, not a text")
     return value
+
+
+def _texts_or_ids(value: Any) -> list[str] | Ids:
+    """A text, the token ids of one, or a list of either."""
+    if not isinstance(value, list) or not value or not (isinstance(value[0], list) or is_whole(value[0])):
+        return _texts(value)
+    is_one = not isinstance(value[0], list)
+    for i, row in enumerate([value] if is_one else value):
+        place = "" if is_one else f"entry {i}"
+        if not isinstance(row, list):
+            raise ValueError(f"{place} is {kind_of(row)}, and entry 0 is a list of token ids")
+        for j, one in enumerate(row):
+            if not is_whole(one):
+                raise ValueError(f"{place}{' ' if place else ''}id {j} is {kind_of(one)}, not a whole number")
+    return Ids(list(map(int, row)) for row in ([value] if is_one else value))
 
 
 class Inputs(list):
@@ -50,7 +97,7 @@ def _inputs(value: Any) -> Inputs:
         is_one = False
     if not isinstance(value, list):
         raise ValueError(
-            f"it is {_kind(value)}; it must be a text, a pair of texts, or a list of lists of 1 or 2 texts"
+            f"it is {kind_of(value)}; it must be a text, a pair of texts, or a list of lists of 1 or 2 texts"
         )
     inputs = Inputs()
     for i, entry in enumerate(value):
@@ -62,70 +109,149 @@ def _inputs(value: Any) -> Inputs:
     return inputs
 
 
-Texts = Annotated[list[str], BeforeValidator(_texts), WithJsonSchema({"anyOf": [TEXT, TEXTS]})]
-TextsOrPairs = Annotated[
-    Any, BeforeValidator(_inputs), WithJsonSchema({"anyOf": [TEXT, PAIR, {"type": "array", "items": TEXTS}]})
-]
-
-
 _WINDOWS: dict[str, Any] = {"length": int, "overlap": (int, float), "pool": str, "limit": int, "at": str}
 
 
-def _windows(value: Any) -> dict[str, Any] | bool | None:
+def _windows(value: Any) -> dict[str, Any] | bool:
     """What is said of windows, each of a kind that it may have; true: nothing."""
-    if value is None or isinstance(value, bool):
+    if isinstance(value, bool):
         return value
     if not isinstance(value, dict):
-        raise ValueError(f"it is {_kind(value)}; it must be a truth value, or an object with {', '.join(_WINDOWS)}")
-    for name, entry in value.items():
+        raise ValueError(f"it is {kind_of(value)}; it must be a truth value, or an object with {', '.join(_WINDOWS)}")
+    said = {name: int(entry) if is_whole(entry) else entry for name, entry in value.items() if entry is not None}
+    for name, entry in said.items():
         if name not in _WINDOWS:
             raise ValueError(f"unknown {name!r}; known are: {', '.join(_WINDOWS)}")
         if not isinstance(entry, _WINDOWS[name]) or isinstance(entry, bool):
-            raise ValueError(f"{name} is {_kind(entry)}")
-    return value
+            raise ValueError(f"{name} is {kind_of(entry)}")
+    return said
 
 
-def _questions(value: Any) -> list[tuple[str, str]]:
-    """A question and its text, or a list of such objects: those of Hugging Face's pipelines."""
-    found = []
-    for i, one in enumerate(value if isinstance(value, list) else [value]):
-        if not isinstance(one, dict) or set(one) != {"question", "context"}:
-            raise ValueError(f"entry {i} is no object with question and context")
+def _objects(value: Any, *names: str) -> list[dict[str, str]]:
+    """An object of texts, or a list of such, with these names alone."""
+    found = value if isinstance(value, list) else [value]
+    for i, one in enumerate(found):
+        if not isinstance(one, dict) or not set(names) <= set(one):
+            raise ValueError(f"entry {i} is no object with {' and '.join(names)}")
         for name, text in one.items():
+            if name not in names:
+                raise ValueError(f"entry {i}: unknown {name!r}; known are: {', '.join(names)}")
             if not isinstance(text, str):
-                raise ValueError(f"entry {i}: {name} is {_kind(text)}, not a text")
-        found.append((one["question"], one["context"]))
+                raise ValueError(f"entry {i}: {name} is {kind_of(text)}, not a text")
     return found
 
 
-NUMBER, WHOLE = {"type": "number"}, {"type": "integer"}
-WINDOWS = {"length": WHOLE, "overlap": NUMBER, "pool": TEXT, "limit": WHOLE, "at": TEXT}
-QUESTION = {"type": "object", "properties": {"question": TEXT, "context": TEXT}, "required": ["question", "context"]}
-WindowsOf = Annotated[
+class Questions(list):
+    """Questions and their texts. `is_one` as of Inputs."""
+
+    is_one = False
+
+
+def _questions(value: Any) -> Questions:
+    """A question and its text, or a list of such objects: those of Hugging Face's pipelines."""
+    found = Questions((one["question"], one["context"]) for one in _objects(value, "question", "context"))
+    found.is_one = isinstance(value, dict)
+    return found
+
+
+def _sentences(value: Any) -> list[str]:
+    """The sentence that others are compared with, and then these."""
+    if not isinstance(value, dict) or set(value) != {"source_sentence", "sentences"}:
+        raise ValueError("it is no object with source_sentence and sentences, and nothing else")
+    if not isinstance(value["source_sentence"], str):
+        raise ValueError(f"source_sentence is {kind_of(value['source_sentence'])}, not a text")
+    if not isinstance(value["sentences"], list):
+        raise ValueError(f"sentences is {kind_of(value['sentences'])}, not a list of texts")
+    return [value["source_sentence"], *_texts(value["sentences"])]
+
+
+def _documents(value: Any) -> list[str]:
+    """Texts, or objects with a `text`: Jina's and Cohere's form."""
+    if not isinstance(value, list):
+        raise ValueError(f"it is {kind_of(value)}; it must be a list of texts")
+    found = []
+    for i, one in enumerate(value):
+        text = one.get("text") if isinstance(one, dict) and set(one) == {"text"} else one
+        if not isinstance(text, str):
+            raise ValueError(f"entry {i} is {kind_of(one)}; it must be a text, or an object with a text and no more")
+        found.append(text)
+    return found
+
+
+def _nullable(schema: Schema) -> Schema:
+    return either(schema, {"type": "null"})
+
+
+QUESTION = record(question=TEXT, context=TEXT)
+WINDOWS = record(
+    tuple(_WINDOWS),
+    length=_nullable({"type": "integer", "minimum": 1}),
+    overlap=_nullable({"type": "number", "minimum": 0}),
+    pool=_nullable({"enum": list(POOLS)}),
+    limit=_nullable({"type": "integer", "minimum": 1}),
+    at=_nullable({"enum": ["tokens", "sentences"]}),
+)
+Texts = Annotated[list[str], BeforeValidator(_texts), WithJsonSchema(either(TEXT, TEXTS))]
+TextsOrIds = Annotated[
+    Any, BeforeValidator(_texts_or_ids), WithJsonSchema(either(TEXT, TEXTS, IDS, array(array(ID), **SOME)))
+]
+TextsOrPairs = Annotated[
     Any,
-    BeforeValidator(_windows),
-    WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "object", "properties": WINDOWS}]}),
+    BeforeValidator(_inputs),
+    WithJsonSchema(either(TEXT, ONE_OR_TWO, array(ONE_OR_TWO, **SOME))),
 ]
-Questions = Annotated[
-    Any, BeforeValidator(_questions), WithJsonSchema({"anyOf": [QUESTION, {"type": "array", "items": QUESTION}]})
+WindowsOf = Annotated[Any, BeforeValidator(_windows), WithJsonSchema(either(BOOL, WINDOWS))]
+QuestionsOf = Annotated[Any, BeforeValidator(_questions), WithJsonSchema(either(QUESTION, array(QUESTION, **SOME)))]
+Sentences = Annotated[
+    list[str], BeforeValidator(_sentences), WithJsonSchema(record(source_sentence=TEXT, sentences=TEXTS))
 ]
+Documents = Annotated[
+    list[str], BeforeValidator(_documents), WithJsonSchema(array(either(TEXT, record(text=TEXT)), **SOME))
+]
+Dimensions = Annotated[int | None, Field(ge=1, json_schema_extra={"maximum": "<width>"})]
+PromptName = Annotated[str | None, Field(json_schema_extra={"enum": "<prompts>"})]
+ModelName = Annotated[str | None, Field(json_schema_extra={"enum": "<names>"})]
+Side = Literal["Left", "left", "Right", "right"]
 
 
 class Request(BaseModel):
+    """`takes_parameters`: all fields beside `inputs` may stand in an object `parameters`, as Hugging Face's clients put
+    them; `by_pipeline` is then set: the answer has the form of its pipelines.
+    """
+
     model_config = ConfigDict(extra="forbid", strict=True)
+    takes_parameters: ClassVar[bool] = True
+    _by_pipeline: bool = PrivateAttr(False)
+
+    @property
+    def by_pipeline(self) -> bool:
+        return self._by_pipeline
 
 
 class Truncating(Request):
     truncate: bool | None = None
-    truncation_direction: Literal["Right", "right"] = "Right"
+    truncation_direction: Side | None = None  # None: the model's own
 
 
 class EmbedRequest(Truncating):
-    inputs: Texts
+    inputs: TextsOrIds
     normalize: bool = True
-    prompt_name: str | None = None
-    dimensions: int | None = Field(None, ge=1)
-    windows: WindowsOf = None  # this and what follows: fastbert's own
+    prompt_name: PromptName = None
+    dimensions: Dimensions = None
+    encoding_format: Literal["float", "base64"] = "float"
+    windows: WindowsOf = None  # fastbert's own
+
+
+class TokensRequest(Truncating):
+    """Of /embed_all and /embed_sparse."""
+
+    inputs: TextsOrIds
+    prompt_name: PromptName = None
+
+
+class SimilarityRequest(Truncating):
+    inputs: Sentences
+    prompt_name: PromptName = None
 
 
 class ChunksRequest(Request):
@@ -134,13 +260,14 @@ class ChunksRequest(Request):
     late: bool = False
     return_text: bool = False
     normalize: bool = True
-    prompt_name: str | None = None
-    dimensions: int | None = Field(None, ge=1)
+    prompt_name: PromptName = None
+    dimensions: Dimensions = None
 
 
 class RerankRequest(Truncating):
+    takes_parameters = False
     query: str
-    texts: list[str]
+    texts: list[str] = Field(json_schema_extra=SOME)
     raw_scores: bool = False
     return_text: bool = False
     windows: WindowsOf = None
@@ -161,38 +288,106 @@ class EntitiesRequest(Request):
 
 
 class AnswersRequest(Request):
-    inputs: Questions
+    inputs: QuestionsOf
     windows: WindowsOf = None
     aggregate: AnswerAggregate = "logits"
     no_answer: bool | None = None
 
 
+class TokenizeRequest(Request):
+    inputs: Texts
+    add_special_tokens: bool = True
+    prompt_name: PromptName = None
+
+
+def _ids(value: Any) -> Ids:
+    found = _texts_or_ids(value)
+    if not isinstance(found, Ids):
+        raise ValueError("it must be a list of token ids, or a list of such lists")
+    return found
+
+
+class DecodeRequest(Request):
+    takes_parameters = False
+    ids: Annotated[Any, BeforeValidator(_ids), WithJsonSchema(either(IDS, array(array(ID), **SOME)))]
+    skip_special_tokens: bool = True
+
+
 class OpenAIRequest(Request):
-    input: Texts
-    model: str | None = None
+    takes_parameters = False
+    input: TextsOrIds
+    model: ModelName = None
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = Field(None, ge=1)
+    dimensions: Dimensions = None
     user: str | None = None  # whom the client works for: of no use here
+
+
+class RankingRequest(Request):
+    """Jina's and Cohere's."""
+
+    takes_parameters = False
+    query: str
+    documents: Documents
+    model: ModelName = None
+    top_n: int | None = Field(None, ge=1)
+    return_documents: bool = False
 
 
 R = TypeVar("R", bound=Request)
 
 
-def parse(body: bytes, kind: type[R]) -> R:
-    """The request in a body. Raises RequestError with the first thing that is wrong."""
+def parse(content: dict[str, Any], kind: type[R]) -> R:
+    """The request in a body's object. Raises RequestError with the first thing that is wrong."""
+    if not kind.takes_parameters or content.get("parameters") is None:
+        return _parse(
+            {k: v for k, v in content.items() if k != "parameters"} if kind.takes_parameters else content, kind
+        )
+    content, parameters = dict(content), content["parameters"]
+    del content["parameters"]
+    if not isinstance(parameters, dict):
+        raise RequestError("validation", f"parameters: it is {kind_of(parameters)}; it must be an object")
+    for name in content.keys() & kind.model_fields.keys():
+        if not kind.model_fields[name].is_required():
+            raise RequestError("validation", f"{name} stands beside parameters; it must be there, or all of them here")
+    for name in parameters:
+        if name in kind.model_fields and kind.model_fields[name].is_required():
+            raise RequestError("validation", f"{name} is in parameters; it must stand beside them")
+    found = _parse({**parameters, **content}, kind)
+    found._by_pipeline = True
+    return found
+
+
+def _parse(content: dict[str, Any], kind: type[R]) -> R:
+    fields, said = kind.model_fields, {}
+    for name, value in content.items():
+        if name not in fields:
+            message = f"unknown field {reprlib.repr(name)}; known are: {', '.join(fields)}"
+            raise RequestError("validation", message)
+        if value is not None or fields[name].is_required():
+            said[name] = int(value) if is_whole(value) else value
     try:
-        content = json_text.loads(body)
-    except ValueError as error:
-        raise RequestError("json", f"the body is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise RequestError("validation", f"the body is {_kind(content)}; it must be an object")
-    try:
-        return kind.model_validate(content)
+        return kind.model_validate(said)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "extra_forbidden":
-            message = f"unknown field {place!r}; known are: {', '.join(kind.model_fields)}"
-        else:
-            message = f"{place}: {first['msg'].removeprefix('Value error, ')}"
-        raise RequestError("validation", message) from None
+        first = error.errors(include_url=False)[0]
+        place, own = ".".join(str(part) for part in first["loc"]), first["msg"].removeprefix("Value error, ")
+        value = "" if first["type"] in ("value_error", "missing") else f"; it is {reprlib.repr(first['input'])}"
+        raise RequestError("validation", f"{place}: {own}{value}") from None
+
+
+def json_schema(kind: type[Request]) -> Schema:
+    """Of a request's body."""
+    made = kind.model_json_schema()
+    optional = {}
+    for name, schema in made["properties"].items():
+        if name not in made["required"]:
+            has_null = {"type": "null"} in schema.get("anyOf", ())
+            optional[name] = schema if has_null else _nullable(schema)
+    made["properties"] |= optional
+    if not kind.takes_parameters:
+        return made
+    beside, within = dict(made), dict(made)
+    beside["properties"] = made["properties"] | {"parameters": {"type": "null"}}
+    needed = {name: made["properties"][name] for name in made["required"]}
+    within["properties"] = needed | {"parameters": record(tuple(optional), **optional)}
+    within["required"] = [*made["required"], "parameters"]
+    return either(beside, within)

@@ -20,6 +20,7 @@ from typing import Any
 import uvicorn
 
 ROUND_S = 0.01  # between two looks at what is still to be read
+HANDSHAKE_S = 10.0  # of TLS
 PAUSE_S = 1.0  # before more are let in, where the process may open no more files
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -124,7 +125,10 @@ class HttpServer(uvicorn.Server):
             )
 
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(protocol, opened)
+            tls: dict[str, Any] = (
+                {"ssl": self.config.ssl, "ssl_handshake_timeout": HANDSHAKE_S} if self.config.ssl else {}
+            )
+            await asyncio.get_running_loop().connect_accepted_socket(protocol, opened, **tls)
         except OSError:  # it has gone
             opened.close()
 

@@ -16,7 +16,7 @@ import tiny
 import fastbert.serve.protocol as protocol
 from fastbert.serve.app import Limits, make_app
 from fastbert.serve.engine import load_engine
-from fastbert.serve.run import bind, make_server
+from fastbert.serve.run import Web, bind, make_server
 
 BODY = b'{"inputs": "a dog"}'
 POST = b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(BODY), BODY)
@@ -29,11 +29,11 @@ def engine(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def running(app, max_connections: int, **limits) -> Iterator[int]:
+def running(app, max_connections: int, web: Web | None = None, **limits) -> Iterator[int]:
     """The port of a server in a thread of this process."""
     bound = bind("127.0.0.1", 0)
     bound.listen()
-    server = make_server(app, Limits(**limits), max_connections)
+    server = make_server(app, Limits(**limits), max_connections, web=web or Web())
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
     try:

@@ -1,0 +1,72 @@
+"""One line a request, and its id: the layer around all others. Always a line for an error."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import uuid
+from collections.abc import Callable
+from datetime import datetime, timezone
+from typing import Any, Literal
+from urllib.parse import quote
+
+from fastbert.serve.request_errors import TOLD
+
+ID = b"x-request-id"
+_GIVEN = re.compile(rb"[\w.:-]{1,128}")  # of a proxy, or of a client: nothing that could be another line
+MESSAGE_CHARS = 300
+
+AccessLog = Literal["text", "json"]
+
+
+class RequestLog:
+    """Writes a line for each request if `form` is given, else for those with a status of 400 or more.
+
+    The client gets the line's id in the header x-request-id, which may be its own. `write(line)` must not raise.
+    """
+
+    def __init__(self, app: Any, form: AccessLog | None, write: Callable[[str], None]):
+        self.app, self.form, self.write = app, form, write
+
+    async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == ID), b"")
+        own = given if _GIVEN.fullmatch(given) else uuid.uuid4().hex.encode()
+        began, status, sent = time.perf_counter(), 0, 0
+        told: dict[str, str] = {}
+        scope[TOLD] = told
+
+        async def noted(message: dict) -> None:
+            nonlocal status, sent
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), (ID, own)]}
+            sent += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noted)
+        finally:
+            if self.form is not None or status >= 400:
+                seconds = time.perf_counter() - began
+                self.write(self._line(scope, own.decode(), status, sent, seconds, told))
+
+    def _line(self, scope: dict, own: str, status: int, sent: int, seconds: float, told: dict[str, str]) -> str:
+        """status 0: the client had gone before it was answered."""
+        fields = {
+            "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            "id": own,
+            "client": scope["client"][0] if scope.get("client") else "",
+            "method": scope["method"],
+            "path": quote(scope["path"]),
+            "status": status,
+            "bytes": sent,
+            "seconds": round(seconds, 6),
+            **{name: value[:MESSAGE_CHARS] for name, value in told.items()},
+        }
+        if self.form == "json":
+            return json.dumps(fields)
+        return " ".join(json.dumps(value) if name == "error" else str(value) for name, value in fields.items())

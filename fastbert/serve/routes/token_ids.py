@@ -1,0 +1,84 @@
+"""Token ids that clients send instead of texts, and those that they are told: of this model's vocabulary."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from fastbert.data.template import Template
+from fastbert.sentences.text_model import TextModel
+from fastbert.serve.engine import Engine
+from fastbert.serve.request_errors import RequestError
+
+# What helps the client that has another tokenizer: LangChain's default.
+HINT = "send texts (with LangChain: check_embedding_ctx_length=False)"
+
+
+def side_of(tokenizer: Tokenizer) -> str:
+    """At which side texts are cut."""
+    return (tokenizer.truncation or {}).get("direction", "right")
+
+
+def cutting_at(engine: Engine, side: str) -> Engine:
+    """The same model, which cuts texts at `side`, "left" or "right"."""
+    found, model = copy.copy(engine), copy.copy(engine.model)
+    model.tokenizer = Tokenizer.from_str(engine.model.tokenizer.to_str())
+    model.tokenizer.enable_truncation(model.max_seq_length, direction=side)
+    found.model = model
+    return found
+
+
+def whole_tokenizer(model: TextModel) -> Tokenizer:
+    """One that cuts nothing."""
+    made = Tokenizer.from_str(model.tokenizer.to_str())
+    made.no_truncation()
+    return made
+
+
+def check_ids(field: str, rows: list[list[int]], words: int) -> None:
+    """Raises RequestError: an id is none of the model's `words`."""
+    for i, row in enumerate(rows):
+        if row and not (min(row) >= 0 and max(row) < words):
+            j = next(j for j, one in enumerate(row) if not 0 <= one < words)
+            told = f"{field}[{i}][{j}] is {row[j]}; the ids of this model's own tokenizer are 0 to {words - 1}"
+            raise RequestError("validation", f"{told}. With another tokenizer {HINT}")
+
+
+def sequences_of_ids(model: TextModel, rows: list[list[int]], prompt: str) -> tuple[list[Any], list[int], int | None]:
+    """(sequences, their lengths, the first that was cut or None) of checked ids.
+
+    The special tokens of a text are put around them, unless they are there. A prompt's tokens come first.
+    """
+    template = Template.of(model.tokenizer, 1)
+    before, after = (part.tolist() for part in template.ids)
+    said = model.tokenizer.encode(prompt.rstrip(), add_special_tokens=False).ids if prompt else []
+    room = model.max_seq_length - template.added
+    is_left = side_of(model.tokenizer) == "left"
+    found: list[Any] = []
+    cut = None
+    for i, row in enumerate(rows):
+        if template.added and row[: len(before)] == before and row[len(row) - len(after) :] == after:
+            row = row[len(before) : len(row) - len(after)]
+        row = [*said, *row]
+        if len(row) > room:
+            cut = i if cut is None else cut
+            row = row[-room:] if is_left else row[:room]
+        ids, types = template.around(np.array(row, np.int64))
+        found.append({"input_ids": ids, **({"token_type_ids": types} if model.has_types else {})})
+    return found, [len(one["input_ids"]) for one in found], cut
+
+
+def tokens_of(tokenizer: Tokenizer, texts: list[str], with_special: bool) -> list[list[dict[str, Any]]]:
+    """Of each text its tokens: id, text, special, and the characters where it stands; null for a special one."""
+    found = []
+    for text in texts:
+        made = tokenizer.encode(text, add_special_tokens=with_special)
+        rows: list[dict[str, Any]] = []
+        for one, token, mask, (a, b) in zip(made.ids, made.tokens, made.special_tokens_mask, made.offsets, strict=True):
+            place = (token, None, None) if mask else (text[a:b], a, b)
+            rows.append({"id": one, "special": bool(mask), **dict(zip(("text", "start", "stop"), place, strict=True))})
+        found.append(rows)
+    return found

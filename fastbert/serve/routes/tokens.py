@@ -1,0 +1,81 @@
+"""text-embeddings-inference's routes that tell of tokens: /tokenize, /decode, /embed_all and /embed_sparse."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from fastbert.data.tokenized import Tokenized
+from fastbert.data.windows.job import WindowJob, on_host
+from fastbert.serve import schemas
+from fastbert.serve.engine import WindowSequence
+from fastbert.serve.request_errors import RequestError
+from fastbert.serve.routes.token_ids import check_ids, tokens_of, whole_tokenizer
+
+if TYPE_CHECKING:
+    from fastbert.serve.app import Server
+
+
+def states_job(model: Any, sequences: list[dict[str, np.ndarray]]) -> WindowJob[Any]:
+    """What gives the last hidden state of each token: float32 (tokens, hidden_size) of each sequence."""
+    ids = [one["input_ids"] for one in sequences]
+    types = [one["token_type_ids"] for one in sequences] if "token_type_ids" in sequences[0] else None
+    offsets = np.cumsum([0, *map(len, ids)])
+    made: Any = Tokenized(
+        np.concatenate(ids), None if types is None else np.concatenate(types), offsets, np.arange(len(ids))
+    )
+
+    def reduce(packed: torch.Tensor, places: np.ndarray) -> list[np.ndarray]:
+        return np.split(on_host(packed), np.cumsum(made.lengths[places])[:-1])
+
+    return WindowJob(made, model.model.last_hidden_state, reduce, list)
+
+
+class TokenRoutes:
+    """Of a server's model."""
+
+    def __init__(self, server: Server):
+        self.server = server
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return whole_tokenizer(self.server.engine.model)
+
+    async def tokenize(self, asked: schemas.TokenizeRequest) -> Any:
+        server, prompt = self.server, self.server.prompt(asked.prompt_name)
+        server.check_count("inputs", asked.inputs)
+        texts = [prompt + text for text in asked.inputs]
+        try:
+            "".join(texts).encode()  # the tokenizer would raise no more than a TypeError
+            return await asyncio.to_thread(lambda: tokens_of(self.tokenizer, texts, asked.add_special_tokens))
+        except UnicodeEncodeError as error:
+            raise RequestError("tokenizer", f"inputs: not valid Unicode: {error}") from None
+
+    async def decode(self, asked: schemas.DecodeRequest) -> Any:
+        self.server.check_count("ids", asked.ids)
+        check_ids("ids", asked.ids, self.server.words)
+        skips = asked.skip_special_tokens
+        return await asyncio.to_thread(lambda: self.tokenizer.decode_batch(asked.ids, skip_special_tokens=skips))
+
+    async def embed_all(self, asked: schemas.TokensRequest) -> Any:
+        """A vector for each token of each input."""
+        server = self.server
+        made = await server.tokenized("inputs", asked.inputs, server.prompt(asked.prompt_name), asked)
+        job = states_job(server.engine.model, made.sequences)
+        return await server.compute(replace(made, sequences=[WindowSequence(job, i) for i in range(len(made.lengths))]))
+
+    async def embed_sparse(self, asked: schemas.TokensRequest) -> Any:
+        """Of each input the words of the vocabulary that have a weight."""
+        server = self.server
+        made = await server.tokenized("inputs", asked.inputs, server.prompt(asked.prompt_name), asked)
+        found = []
+        for row in await server.compute(made):
+            words = np.flatnonzero(row)
+            found.append([{"index": i, "value": value} for i, value in zip(words.tolist(), row[words], strict=True)])
+        return found

@@ -1,0 +1,95 @@
+"""Errors say what the route has, and HTTP's own rules are kept: methods, content types, keys."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+import tiny
+from test_routes import LONG, send
+
+from fastbert.serve.engine import load_engine
+
+CONTENT = {"inputs": "a dog"}
+BODY = json.dumps(CONTENT).encode()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    return load_engine(str(tiny.write_model(tmp_path_factory.mktemp("refusals") / "model")), "auto", "cpu")
+
+
+@pytest.mark.parametrize(
+    "headers,body,said",
+    (
+        ({"content-type": "text/plain"}, BODY, "content-type is 'text/plain'; it must be application/json"),
+        ({"content-type": "application/x-www-form-urlencoded"}, BODY, "it must be application/json"),
+        ({"content-type": "multipart/form-data; boundary=x"}, BODY, "it must be application/json"),
+        ({"content-type": "", "origin": "http://a.page"}, BODY, "content-type is ''; it must be application/json"),
+        ({"content-encoding": "gzip"}, gzip.compress(BODY), "content-encoding is 'gzip'; a body is taken as it is"),
+        ({}, gzip.compress(BODY), "the body is not in UTF-8"),
+        ({}, json.dumps(CONTENT).encode("utf-16"), "the body is not in UTF-8"),
+        ({}, json.dumps(CONTENT).encode("utf-16-le"), "the body is not in UTF-8"),
+        ({"content-type": "application/json; charset=latin1"}, BODY, "the body is not in UTF-8"),
+    ),
+)
+def test_what_is_no_json_is_not_read(engine, headers, body, said):
+    """Of a web page, too, which may send a form or plain text to any address, and nothing else."""
+    answer = send(engine, "/embed", body=body, headers=headers)
+    assert answer.status == 415 and said in answer.json["error"] and answer.json["error_type"] == "media"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    (
+        {"content-type": "Application/JSON; charset=UTF-8"},
+        {"content-type": "application/json", "content-encoding": "identity", "origin": "http://a.page"},
+        {"content-type": ""},  # a program that says nothing is no web page
+    ),
+)
+def test_what_is_json(engine, headers):
+    assert send(engine, "/embed", CONTENT, headers=headers).status == 200
+
+
+def test_a_byte_that_is_no_utf8_is_named(engine):
+    answer = send(engine, "/embed", body=b'{"inputs": "\xff"}')
+    assert answer.status == 400 and answer.json["error"] == "the body is not JSON: byte 12 is no UTF-8"
+
+
+def test_methods(engine):
+    for path, allowed in (("/embed", "POST"), ("/", "POST"), ("/health", "GET, HEAD"), ("/v1/models", "GET, HEAD")):
+        answer = send(engine, path, method="DELETE")
+        assert answer.status == 405 and set(answer.headers["allow"].split(", ")) == set(allowed.split(", "))
+    for path in ("/health", "/metrics", "/info", "/v1/models", "/docs", "/openapi.json"):
+        assert send(engine, path, method="HEAD").status == 200, path
+        assert send(engine, path, method="GET").status == 200, path
+
+
+def test_the_scheme_of_a_key_may_have_any_case(engine):
+    for given, status in (
+        ("bearer secret", 200), ("BEARER secret", 200), ("Bearer Secret", 401), ("Basic secret", 401), ("secret", 401),
+        ("bearersecret", 401), ("", 401),
+    ):  # fmt: skip
+        sent = {"options": {"api_key": "secret"}, "headers": {"authorization": given}}
+        assert send(engine, "/embed", CONTENT, **sent).status == status, given
+    public = {"options": {"api_key": "secret"}, "method": "GET"}
+    assert send(engine, "/docs", **public).status == send(engine, "/openapi.json", **public).status == 200
+
+
+def test_an_error_advises_what_the_route_has(engine):
+    for path, content, has, lacks in (
+        ("/embed", {"inputs": LONG}, ("truncate", "windows"), ()),
+        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": [LONG]}}, ("truncate",), ("windows",)),
+        ("/embed_all", {"inputs": LONG}, ("truncate",), ("windows",)),
+        ("/v1/embeddings", {"input": LONG}, (), ("truncate", "windows")),
+    ):
+        said = send(engine, path, content).body.decode()
+        assert "has more than 64 tokens, the model's limit" in said, said
+        assert all(word in said for word in has) and not any(word in said for word in lacks), said
+    nowhere = send(engine, "/nowhere", CONTENT).json["error"]
+    assert "/embed" in nowhere and "/rerank" not in nowhere and "/answers" not in nowhere
+    wide = send(engine, "/embed", {"inputs": "a" * 99_999, "dimensions": 33})  # before anything is tokenised
+    assert wide.json["error"] == "dimensions is 33; the model's vectors have 32"
+    long_name = send(engine, "/embed", {"inputs": "a", "x" * 10_000: 1}).json["error"]
+    assert len(long_name) < 200 and "unknown field 'xxx" in long_name
