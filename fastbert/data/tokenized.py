@@ -16,13 +16,13 @@ import torch
 from tokenizers import Tokenizer
 
 from fastbert.data.budget import batch_tokens_of, token_batches
+from fastbert.data.pieces import Text, as_far_as_needed
 from fastbert.packed_inputs import PackedInputs, pack_inputs
 from fastbert.packing import PackedBatch
 
 CHUNK_TEXTS = 4096  # tokenised at a time: an Encoding takes much more memory than its ids
 CHUNK_INPUTS = 1024  # that share batches: those of a long file are the same, read whole or so many at a time
 
-Text = str | tuple[str, str]  # one text, or a pair
 Output = TypeVar("Output")
 
 
@@ -77,7 +77,7 @@ def tokenize(tokenizer: Tokenizer, inputs: Sequence[Text], *, with_types: bool) 
     ids, types, lengths, cut = [], [], list[int](), list[int]()
     longest = (tokenizer.truncation or {}).get("max_length")
     for start in range(0, len(inputs), CHUNK_TEXTS):
-        part: Any = inputs[start : start + CHUNK_TEXTS]
+        part: Any = [as_far_as_needed(tokenizer, one) for one in inputs[start : start + CHUNK_TEXTS]]
         made = tokenizer.encode_batch_fast(part)
         cut += [i for i, one in enumerate(made, start) if len(one) == longest and one.overflowing]
         sizes = [len(one) for one in made]
@@ -97,7 +97,7 @@ def tokenize(tokenizer: Tokenizer, inputs: Sequence[Text], *, with_types: bool) 
 
 def tokenize_one(tokenizer: Tokenizer, one: Text, *, with_types: bool) -> PackedInputs:
     """The batch of one text, or of one pair: what Tokenized.pack makes of it, without what many of them need."""
-    made = tokenizer.encode_batch_fast([one])[0]
+    made = tokenizer.encode_batch_fast([as_far_as_needed(tokenizer, one)])[0]
     ids = made.ids
     # By NumPy: torch.tensor takes twice the time, 8 microseconds more where nothing is in a cache.
     fields: dict[str, Any] = {"input_ids": torch.from_numpy(np.array(ids, np.int64))}

@@ -12,7 +12,7 @@ from test_tokenized import tokenizer_of_words
 from tiny import WORDS
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from fastbert.data import windows
+from fastbert.data import pieces
 from fastbert.data.tokenized import tokenize
 from fastbert.data.windows import CORE, OVERLAP, Cutter, Windows, ranges_of
 from fastbert.errors import InputError
@@ -90,7 +90,7 @@ def trained(kind: str) -> Tokenizer:
 
 @pytest.mark.parametrize("kind", ("wordpiece", "bytes", "unigram", "no pre-tokenizer"))
 def test_a_text_in_pieces_has_the_tokens_of_the_whole(kind, monkeypatch):
-    monkeypatch.setattr(windows, "PIECE_CHARS", 300)
+    monkeypatch.setattr(pieces, "PIECE_CHARS", 300)
     tokenizer, texts = trained(kind), [" ".join(texts_of(200)), "", *texts_of(90), "a" * 2000]
     texts[0] = texts[0].replace("dog", "d\u00f6g\u2028\u00a0").replace(" ran", ", the  cat ran")
     cutter = Cutter(tokenizer, 50, 10)

@@ -8,16 +8,15 @@ token, one of a prompt or of a question), of the OVERLAP that is another window'
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Literal, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer, processors
 
+from fastbert.data.pieces import is_long, partings, uncut
 from fastbert.data.tokenized import Tokenized
 from fastbert.data.windows.template import Template
 from fastbert.errors import InputError
@@ -26,11 +25,7 @@ Pool = Literal["mean", "max", "top3", "first"]
 OUTSIDE, OVERLAP, CORE = range(3)
 POOLS = ("mean", "max", "top3", "first")
 TEXTS_AT_ONCE, CHARS_AT_ONCE = 1024, 1 << 19  # tokenised at a time: an Encoding takes much more memory than its ids
-PIECE_CHARS = 1 << 16  # of a long text that are tokenised by themselves
-AROUND = 200  # characters on each side of a blank whose tokens are compared
-PLACES_TO_TRY = 50
 _BLANK_TOKENS = ("\u2581", "\u0120")  # of a blank alone, in SentencePiece's and in byte-level vocabularies
-_BLANK = re.compile(r"(?<=\w) (?=\w)")
 _IS_BLANK = np.array([chr(i).isspace() for i in range(0x3002)])  # the last one stands for all that are behind it
 
 
@@ -204,9 +199,9 @@ class Cutter:
     """Cuts texts, each by itself or behind a short text of its own (a question, a prompt), into windows.
 
     Args:
-        tokenizer: is copied. length, overlap: of windows, in tokens. with_types: whether the model is told which token
-        is of which text. limit: windows of a text, at most; what is left out is warned of, unless `quietly`. at: as of
-        `Windows`.
+        tokenizer: is not changed. length, overlap: of windows, in tokens. with_types: whether the model is told which
+        token is of which text. limit: windows of a text, at most; what is left out is warned of, unless `quietly`. at:
+        as of `Windows`.
 
     Raises InputError: the special tokens leave no room, or the overlap is as long as what is left.
     """
@@ -222,9 +217,7 @@ class Cutter:
         quietly: bool = False,
         at: str = "tokens",
     ):
-        self.tokenizer = Tokenizer.from_str(tokenizer.to_str())
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
+        self.tokenizer = uncut(tokenizer)
         self.template, self.of_pairs = Template.of(self.tokenizer, 1), Template.of(self.tokenizer, 2)
         # What is left of a post-processor without special tokens trims spans: of a blank that the tokenizer has put
         # before a word it takes the word's first letter.
@@ -337,37 +330,18 @@ class Cutter:
         return np.where(begins < ends, (begins, ends), -1).T
 
     def pieces(self, text: str) -> Iterator[slice]:
-        """Parts of a text that are tokenised by themselves, with the tokens that they have in the whole text: a
-        tokenizer takes a hundred times a text's memory. A text is parted at blanks, if the tokenizer looks at the words
-        before and behind a blank one by one; and each time it is looked whether the tokens around it are the same.
-        """
+        """Parts of a text that are tokenised by themselves, with the tokens that they have in the whole text."""
         start = 0
-        while len(text) - start > 2 * PIECE_CHARS:
-            stop = self._part(text, start + PIECE_CHARS)
-            if stop is None:
-                warnings.warn(
-                    f"fastbert: {len(text) - start:,} characters of a text are tokenised at once, which takes memory:"
-                    " there is no blank at which it is known that its tokens do not depend on what stands before",
-                    stacklevel=2,
-                )
-                break
+        for stop in partings(self.tokenizer, text):
             yield slice(start, stop)
             start = stop
+        if is_long(len(text) - start):
+            warnings.warn(
+                f"fastbert: {len(text) - start:,} characters of a text are tokenised at once, which takes memory:"
+                " there is no blank at which it is known that its tokens do not depend on what stands before",
+                stacklevel=2,
+            )
         yield slice(start, len(text))
-
-    def _part(self, text: str, after: int) -> int | None:
-        """The first blank behind `after` at which the text can be parted."""
-        pre_tokenizer = self.tokenizer.pre_tokenizer
-        if pre_tokenizer is None or len(pre_tokenizer.pre_tokenize_str("ab cd")) < 2:
-            return None
-        for found in islice(_BLANK.finditer(text, after), PLACES_TO_TRY):
-            at = found.start()
-            left, right = text[at - AROUND : at], text[at : at + AROUND]
-            whole, before, behind = self.tokenizer.encode_batch([left + right, left, right], add_special_tokens=False)
-            offsets = before.offsets + [(a + len(left), b + len(left)) for a, b in behind.offsets]
-            if whole.ids == before.ids + behind.ids and whole.offsets == offsets:
-                return at
-        return None
 
 
 def _is_blank(text: str) -> np.ndarray:
