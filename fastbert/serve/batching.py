@@ -1,7 +1,8 @@
 """Continuous batching: whoever computes takes what waits, up to a budget of tokens, as soon as the last batch is done.
 
-Sequences of many requests share a batch; those of a large request may be spread over several. Nothing waits for a batch
-to fill up, and nothing is padded, so a batch takes the time of its real tokens.
+Requests that fit in a batch go by their arrival, and share batches. Larger ones take turns of a batch each, so that
+none holds up the others. Nothing waits for a batch to fill up, and nothing is padded, so a batch takes the time of its
+real tokens.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Piece(NamedTuple):
 class PendingRequest:
     """The sequences of one request. `future` gets what was computed of each, in their order."""
 
-    def __init__(self, sequences: list[Sequence], lengths: list[int], future: asyncio.Future):
-        self.sequences, self.lengths, self.future = sequences, lengths, future
+    def __init__(self, sequences: list[Sequence], lengths: list[int], future: asyncio.Future, is_large: bool):
+        self.sequences, self.lengths, self.future, self.is_large = sequences, lengths, future, is_large
         self.taken = 0  # so many of them are in a batch, or were
         self.rows: list[np.ndarray | None] = [None] * len(sequences)
         self.missing = len(sequences)
@@ -45,7 +46,9 @@ class Batcher:
     """Runs `compute(sequences)`, which gives a row for each, in threads of its own. Methods are for the event loop's
     thread.
 
-    `on_batch(sequences, tokens)` is called there after each batch.
+    spare: one more thread, for requests that fit in a batch, while all others compute parts of larger ones. Where these
+    threads keep all cores busy, the system lets it in within milliseconds, and a batch may take hundreds of them.
+    `on_batch(sequences, tokens)` is called in the loop's thread after each batch.
     """
 
     def __init__(
@@ -55,15 +58,22 @@ class Batcher:
         workers: int,
         threads: int,
         on_batch: Callable[[int, int], None] = lambda sequences, tokens: None,
+        *,
+        spare: bool = False,
     ):
         self.compute, self.budget, self.on_batch = compute, budget, on_batch
-        self.queue: deque[PendingRequest] = deque()
+        self.small: deque[PendingRequest] = deque()
+        self.large: deque[PendingRequest] = deque()  # that do not fit in a batch
         self.waiting = self.waiting_tokens = 0  # sequences that are in no batch, and their tokens
-        self._idle = 0
+        self._before_large = 0  # small requests whose turn is before that of the next large one
+        self._idle = self._on_large = 0  # workers
         self._closed = False
-        self._changed = threading.Condition()
+        lock = threading.Lock()
+        self._changed, self._spare_is_needed = threading.Condition(lock), threading.Condition(lock)
         self._loop = asyncio.get_running_loop()
-        self._threads = [threading.Thread(target=self._work, args=(threads,), daemon=True) for _ in range(workers)]
+        takes = [self._take] * workers + [self._take_spare] * spare
+        self.workers = workers
+        self._threads = [threading.Thread(target=self._work, args=(take, threads), daemon=True) for take in takes]
         for thread in self._threads:
             thread.start()
 
@@ -73,12 +83,13 @@ class Batcher:
 
     def submit(self, sequences: list[Sequence], lengths: list[int]) -> PendingRequest:
         """The job of some sequences, at least one; cancelling its future takes out those that are not begun."""
-        job = PendingRequest(sequences, lengths, self._loop.create_future())
+        tokens = sum(lengths)
+        job = PendingRequest(sequences, lengths, self._loop.create_future(), is_large=tokens > self.budget)
         with self._changed:
-            self.queue.append(job)
+            (self.large if job.is_large else self.small).append(job)
             self.waiting += len(sequences)
-            self.waiting_tokens += sum(lengths)
-            self._changed.notify()
+            self.waiting_tokens += tokens
+            self._wake()
         return job
 
     def close(self) -> None:
@@ -86,30 +97,69 @@ class Batcher:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+            self._spare_is_needed.notify_all()
         for thread in self._threads:
             thread.join()
 
+    def _wake(self) -> None:
+        """Who can take something of what waits."""
+        if self.small or self.large:
+            self._changed.notify()
+        if self.small and self._on_large == self.workers:
+            self._spare_is_needed.notify()
+
     def _take(self) -> list[Piece]:
-        """The next batch, longest waiting first; waits for one. Empty at the end."""
+        """The next batch; waits for one. Empty at the end."""
         with self._changed:
             while not (batch := self._next()) and not self._closed:
                 self._idle += 1
                 self._changed.wait()
                 self._idle -= 1
-            if self.queue:
-                self._changed.notify()  # who else is idle gets a part of it
+            if batch:
+                self._on_large += batch[0].job.is_large
+            self._wake()  # who else is idle gets a part of what is left
             return batch
 
+    def _take_spare(self) -> list[Piece]:
+        """As `_take`, of small requests, while all workers are on large ones."""
+        with self._changed:
+            while not self._closed:
+                if self._on_large == self.workers and (batch := self._fill_small(self.budget)):
+                    return batch
+                self._spare_is_needed.wait()
+            return []
+
     def _next(self) -> list[Piece]:
-        """What one worker is to take of the queue: up to the budget, and no more than its share among the idle."""
+        """What one worker is to take: up to the budget, and no more than its share among the idle.
+
+        Between two turns of large requests those small ones have theirs that waited then, or one that came later.
+        """
         share = max(SMALL, -(-self.waiting_tokens // (self._idle + 1)))
-        budget, tokens = min(self.budget, share), 0
+        budget = min(self.budget, share)
+        if self._before_large > 0 and (batch := self._fill_small(budget)):
+            return batch
+        if batch := self._fill(self.large, budget):
+            if self.large and batch[-1].job is self.large[0]:
+                self.large.rotate(-1)
+            self._before_large = max(1, len(self.small))
+            return batch
+        return self._fill_small(budget)
+
+    def _fill_small(self, budget: int) -> list[Piece]:
+        waited = len(self.small)
+        batch = self._fill(self.small, budget)
+        self._before_large -= waited - len(self.small)
+        return batch
+
+    def _fill(self, queue: deque[PendingRequest], budget: int) -> list[Piece]:
+        """What is at the head of a queue, up to a budget of tokens, at least one sequence."""
+        tokens = 0
         batch: list[Piece] = []
-        while self.queue:
-            job = self.queue[0]
-            if job.future.cancelled():
+        while queue:
+            job = queue[0]
+            if job.future.done():  # its client has gone, or another part has failed
                 self._leave(len(job.sequences) - job.taken, sum(job.lengths[job.taken :]))
-                self.queue.popleft()
+                queue.popleft()
                 continue
             length = job.lengths[job.taken]
             if batch and tokens + length > budget:
@@ -118,7 +168,7 @@ class Batcher:
             batch.append(Piece(job, job.taken))
             job.taken += 1
             if job.taken == len(job.sequences):
-                self.queue.popleft()
+                queue.popleft()
         self._leave(len(batch), tokens)
         return batch
 
@@ -126,9 +176,9 @@ class Batcher:
         self.waiting -= sequences
         self.waiting_tokens -= tokens
 
-    def _work(self, threads: int) -> None:
+    def _work(self, take: Callable[[], list[Piece]], threads: int) -> None:
         torch.set_num_threads(threads)  # of this thread's own team
-        while batch := self._take():
+        while batch := take():
             now = time.perf_counter()
             for piece in batch:
                 if piece.place == 0:
@@ -137,6 +187,8 @@ class Batcher:
                 rows, error = self.compute([piece.job.sequences[piece.place] for piece in batch]), None
             except Exception as caught:  # whatever it is, those who wait are told, and the next batch may do better
                 rows, error = None, caught
+            with self._changed:
+                self._on_large -= batch[0].job.is_large
             self._loop.call_soon_threadsafe(self._deliver, batch, rows, error)
 
     def _deliver(self, batch: list[Piece], rows: Rows | None, error: Exception | None) -> None:
