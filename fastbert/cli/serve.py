@@ -37,11 +37,20 @@ def add(commands: Any) -> None:
     parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:1; by default a GPU if there is one")
     parser.add_argument("--max-batch-tokens", metavar="N", type=positive, help="tokens computed at a time")
     parser.add_argument(
+        "--threads",
+        metavar="N",
+        type=positive,
+        help="that compute (default: one a core, or OMP_NUM_THREADS)",
+    )
+    parser.add_argument(
         "--max-concurrent-requests", metavar="N", type=positive, default=512,
         help="more are refused with 429 (default 512)",
     )  # fmt: skip
     parser.add_argument(
         "--max-client-batch-size", metavar="N", type=positive, default=32, help="texts in a request (default 32)"
+    )
+    parser.add_argument(
+        "--max-request-tokens", metavar="N", type=positive, default=300_000, help="of all its texts (default 300,000)"
     )
     parser.add_argument(
         "--payload-limit", metavar="BYTES", type=positive, default=2_000_000, help="of a request (default 2,000,000)"
@@ -94,7 +103,7 @@ def write(line: str) -> None:
 
 def run(options: argparse.Namespace) -> int:
     try:
-        from fastbert.serve.app import Limits
+        from fastbert.serve.limits import Limits
         from fastbert.serve.run import Web, serve
     except ImportError as error:
         if error.name is None or error.name.startswith("fastbert"):
@@ -112,6 +121,7 @@ def run(options: argparse.Namespace) -> int:
     limits = Limits(
         max_concurrent_requests=options.max_concurrent_requests,
         max_client_batch_size=options.max_client_batch_size,
+        max_request_tokens=options.max_request_tokens,
         payload_limit=options.payload_limit,
         timeout_s=float(options.timeout),
         auto_truncate=options.auto_truncate,
@@ -124,6 +134,7 @@ def run(options: argparse.Namespace) -> int:
         dtype=options.dtype,
         device=options.device,
         batch_tokens=options.max_batch_tokens,
+        threads=options.threads,
         api_key=api_key,
         limits=limits,
         web=Web(

@@ -10,9 +10,10 @@ import anyio
 
 from fastbert.serve.metrics import Metrics
 from fastbert.serve.request_errors import RequestError, error_response, route_path
+from fastbert.serve.times import TIMES, Times
 
 # Without a key: what watches the server has none, and a browser can send none for a page.
-PUBLIC = ("/health", "/metrics", "/docs", "/openapi.json")
+PUBLIC = ("/health", "/live", "/metrics", "/docs", "/openapi.json")
 BODY = "fastbert.body"  # where the scope has a POST's body
 
 
@@ -74,7 +75,8 @@ class AdmissionControl:
             raise RequestError("slow", f"the body did not arrive within {self.timeout_s:g} s") from None
         if body is None:
             return
-        scope[BODY] = body
+        scope[BODY], times = body, Times()
+        TIMES.set(times)
         handler, answers = asyncio.current_task(), False
         gone = asyncio.ensure_future(receive())  # the message after the body: that the client has gone
 
@@ -85,6 +87,8 @@ class AdmissionControl:
         async def answer(message: dict) -> None:
             nonlocal answers
             answers = True
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], times.header()]}
             await send(message)
 
         gone.add_done_callback(leave)

@@ -7,7 +7,8 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from fastapi import FastAPI, Request
@@ -26,6 +27,7 @@ from fastbert.serve.admission import AdmissionControl
 from fastbert.serve.answers import as_json, by_pipeline, encoded, predictions, ranking, unit_length
 from fastbert.serve.batching import Batcher, ComputeError
 from fastbert.serve.engine import Engine, WindowSequence
+from fastbert.serve.limits import Limits
 from fastbert.serve.metrics import Metrics
 from fastbert.serve.request_errors import RequestError, answer_errors
 from fastbert.serve.routes import openapi
@@ -34,20 +36,11 @@ from fastbert.serve.routes.body import read_json
 from fastbert.serve.routes.openapi import Route
 from fastbert.serve.routes.table import routes_of
 from fastbert.serve.routes.token_ids import check_ids, cutting_at, sequences_of_ids, side_of
+from fastbert.serve.times import TIMES
+from fastbert.serve.tokenizing import Tokenizing
 from fastbert.version import __version__
 
-INLINE_CHARS = 2000  # tokenising more would hold up the other requests: a thread does it
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a server accepts. The defaults are text-embeddings-inference's, but for the timeout, which it lacks."""
-
-    max_concurrent_requests: int = 512
-    max_client_batch_size: int = 32
-    payload_limit: int = 2_000_000
-    timeout_s: float = 60.0
-    auto_truncate: bool = False
+Made = TypeVar("Made")
 
 
 def make_app(
@@ -58,14 +51,18 @@ def make_app(
     batch_tokens: int,
     workers: int,
     threads: int,
+    spare: bool = False,
     cors_origins: Sequence[str] = (),
 ) -> FastAPI:
-    """The application; its lifespan has the threads that compute. cors_origins: whose web pages may use it."""
+    """The application; its lifespan has the threads that compute, a Batcher's. cors_origins: whose web pages may use
+    it.
+    """
     server = Server(engine, limits, batch_tokens)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        server.batcher = Batcher(engine.compute, batch_tokens, workers, threads, server.metrics.on_batch)
+        on_batch = server.metrics.on_batch
+        server.batcher = Batcher(engine.compute, batch_tokens, workers, threads, on_batch, spare=spare)
         server.metrics.queue_size.set_function(lambda: server.batcher.waiting)
         yield
         server.batcher.close()
@@ -78,8 +75,8 @@ def make_app(
         app.add_route(route.path, server.answering(route), methods=["POST"])
     app.add_route("/", server.answering_at_root(of_kind), methods=["POST"])
     gets: dict[str, Callable[[Request], Awaitable[Response]]] = {
-        "/health": server.health, "/metrics": server.page, "/info": server.info, "/v1/models": api.models,
-        "/v1/models/{name:path}": api.model,
+        "/health": server.health, "/live": server.health, "/metrics": server.page, "/info": server.info,
+        "/v1/models": api.models, "/v1/models/{name:path}": api.model,
     }  # fmt: skip
     for path, answer in gets.items():
         app.add_route(path, answer, methods=["GET"])  # and HEAD
@@ -107,8 +104,11 @@ def make_app(
 
 @dataclass(frozen=True)
 class Prepared:
-    """Inputs of a request that are ready to be computed. began: when it came, of time.perf_counter."""
+    """Inputs of a request that are ready to be computed. field: where they stood. began: when it came, of
+    time.perf_counter.
+    """
 
+    field: str
     sequences: list[Any]
     lengths: list[int]
     count: int
@@ -122,6 +122,7 @@ class Server:
 
     def __init__(self, engine: Engine, limits: Limits, batch_tokens: int):
         self.engine, self.limits, self.batch_tokens, self.metrics = engine, limits, batch_tokens, Metrics()
+        self.tokenizing = Tokenizing()
         self.words = engine.model.model.base_model.table_sizes().words
         self._cutting = {side_of(engine.model.tokenizer): engine}  # by the side at which they cut
 
@@ -299,33 +300,35 @@ class Server:
         """
         began = time.perf_counter()
         self._come(inputs)
-        self.check_count(field, inputs if first is None else inputs[1:], limit)
+        self.limits.check_count(field, inputs if first is None else inputs[1:], limit)
         given = None if asked is None else asked.truncate
         cuts = self.limits.auto_truncate if given is None else given
         engine = await self._cutting_at(asked.truncation_direction) if cuts and asked is not None else self.engine
         if isinstance(inputs, schemas.Ids):
             check_ids(field, inputs, self.words)
-            sequences, lengths, cut = await asyncio.to_thread(sequences_of_ids, engine.model, inputs, prompt)
+            make = partial(sequences_of_ids, engine.model, inputs, prompt)
         else:
-            sequences, lengths, cut = await self._tokenize(engine, field, inputs, prompt)
+            make = partial(engine.tokenize, inputs, prompt)
+        sequences, lengths, cut = await self._made(field, inputs, began, make)
         if cut is not None and not cuts:
             name = f"{field}[{cut}]" if first is None else f"{field}[{cut - 1}]" if cut else first
             told = f"{name} has more than {engine.model.max_seq_length} tokens, the model's limit"
             if asked is not None:
                 told += "; with truncate it is cut" + ", and with windows it is read to its end" * has_windows
             raise RequestError("validation", told)
-        return Prepared(sequences, lengths, len(inputs), began)
+        return Prepared(field, sequences, lengths, len(inputs), began)
 
-    async def _tokenize(
-        self, engine: Engine, field: str, inputs: list[Any], prompt: str
-    ) -> tuple[list[Any], list[int], int | None]:
-        chars = sum(len(text) if isinstance(text, str) else len(text[0]) + len(text[1]) for text in inputs)
+    async def _made(self, field: str, inputs: list[Any], began: float, make: Callable[[], Made]) -> Made:
+        """What `make()`, which tokenises them, gives of the inputs of a request that came at `began`."""
         try:
-            if chars + len(prompt) * len(inputs) <= INLINE_CHARS:
-                return engine.tokenize(inputs, prompt)
-            return await asyncio.to_thread(engine.tokenize, inputs, prompt)
+            made, seconds = await self.tokenizing.run(make, inputs, self.limits.timeout_s)
         except UnicodeEncodeError as error:
             raise RequestError("tokenizer", f"{field}: not valid Unicode: {error}") from None
+        except TimeoutError:
+            raise self.limits.late() from None
+        times = TIMES.get()
+        times.tokenizing, times.waiting = seconds, time.perf_counter() - began - seconds
+        return made
 
     async def _cutting_at(self, side: str | None) -> Engine:
         """The model that cuts texts there. Made when it is first asked for: it is one more tokenizer."""
@@ -340,22 +343,21 @@ class Server:
         """What the job that `make(model)` gives says of the inputs. Raises RequestError as `_run`."""
         start = time.perf_counter()
         self._come(inputs)
-        self.check_count(field, inputs)
+        self.limits.check_count(field, inputs)
         try:
-            job = await asyncio.to_thread(make, self.engine.model)
-        except UnicodeEncodeError as error:
-            raise RequestError("tokenizer", f"{field}: not valid Unicode: {error}") from None
+            job = await self._made(field, inputs, start, partial(make, self.engine.model))
         except InputError as error:
             raise RequestError("validation", f"windows: {error}") from None
         sequences = [WindowSequence(job, i) for i in range(len(job.windows))]
-        rows = await self.compute(Prepared(sequences, job.windows.lengths.tolist(), len(inputs), start))
+        rows = await self.compute(Prepared(field, sequences, job.windows.lengths.tolist(), len(inputs), start))
         return await asyncio.to_thread(job.result, rows)
 
     async def compute(self, made: Prepared) -> list[np.ndarray]:
-        """What the model makes of each sequence. Raises RequestError for what is late, or fails."""
-        tokenized = time.perf_counter()
+        """What the model makes of each sequence. Raises RequestError for what is too much or late, or fails."""
+        self.limits.check_tokens(made.field, tokens := sum(made.lengths))
         job = self.batcher.submit(made.sequences, made.lengths)
-        timer = asyncio.get_running_loop().call_later(self.limits.timeout_s, job.future.cancel)
+        rest = made.began + self.limits.timeout_s - time.perf_counter()
+        timer = asyncio.get_running_loop().call_later(rest, job.future.cancel)
         try:
             rows = await job.future
         except ComputeError as error:
@@ -363,30 +365,17 @@ class Server:
         except asyncio.CancelledError:
             if timer.when() > asyncio.get_running_loop().time():
                 raise  # the client has gone
-            raise RequestError("timeout", f"not answered within {self.limits.timeout_s:g} s: try again later") from None
+            raise self.limits.late() from None
         finally:
             timer.cancel()
-        self._observe(made.count, sum(made.lengths), made.began, tokenized, job)
+        times = TIMES.get()
+        times.waiting += job.started - job.submitted
+        times.computing = job.finished - job.started
+        self.metrics.on_request(made.count, tokens, time.perf_counter() - made.began, times)
         return rows
 
     def _come(self, inputs: list[Any]) -> None:
         self.metrics.requests.labels("single" if len(inputs) == 1 else "batch").inc()
-
-    def check_count(self, field: str, inputs: list[Any], limit: int | None = None) -> None:
-        limit = self.limits.max_client_batch_size if limit is None else limit
-        if not inputs:
-            raise RequestError("empty", f"{field} is empty")
-        if len(inputs) > limit:
-            raise RequestError("validation", f"{field} has {len(inputs)} texts; a request may have {limit}")
-
-    def _observe(self, count: int, tokens: int, start: float, tokenized: float, job: Any) -> None:
-        m = self.metrics
-        m.successes.labels("single" if count == 1 else "batch").inc()
-        m.tokenization.observe(tokenized - start)
-        m.queue.observe(job.started - job.submitted)
-        m.inference.observe(job.finished - job.started)
-        m.duration.observe(time.perf_counter() - start)
-        m.input_length.observe(tokens)
 
     def check_dimensions(self, dimensions: int | None) -> None:
         width = self.engine.width

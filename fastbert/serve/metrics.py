@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
+from fastbert.serve.times import Times
+
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 SIZES = tuple(2**i for i in range(12))
 TOKENS = tuple(2**i for i in range(4, 18))
@@ -43,12 +45,21 @@ class Metrics:
         self.failures = counter("request_failure", "requests that were refused or failed", "err")
         self.duration = histogram("request_duration", "seconds from a request to its answer", SECONDS)
         self.tokenization = histogram("request_tokenization_duration", "seconds of tokenising a request", SECONDS)
-        self.queue = histogram("request_queue_duration", "seconds until a request's first batch began", SECONDS)
-        self.inference = histogram("request_inference_duration", "seconds from there to its last batch's end", SECONDS)
+        self.queue = histogram("request_queue_duration", "seconds of waiting: for this, and for a batch", SECONDS)
+        self.inference = histogram("request_inference_duration", "seconds of its batches, first to last", SECONDS)
         self.input_length = histogram("request_input_length", "tokens of a request", TOKENS)
         self.batch_size = histogram("batch_next_size", "sequences in a batch", SIZES)
         self.batch_tokens = histogram("batch_next_tokens", "tokens in a batch", TOKENS)
         self.queue_size = Gauge("te_queue_size", "sequences that wait", registry=self.registry)
+
+    def on_request(self, count: int, tokens: int, seconds: float, times: Times) -> None:
+        """One of `count` inputs was computed."""
+        self.successes.labels("single" if count == 1 else "batch").inc()
+        self.tokenization.observe(times.tokenizing)
+        self.queue.observe(times.waiting)
+        self.inference.observe(times.computing)
+        self.duration.observe(seconds)
+        self.input_length.observe(tokens)
 
     def on_batch(self, sequences: int, tokens: int) -> None:
         self.batch_size.observe(sequences)

@@ -19,8 +19,9 @@ except ImportError:  # Windows
 
 from fastbert.packed_weights import keep_packed_only
 from fastbert.serve.access_log import AccessLog, RequestLog
-from fastbert.serve.app import Limits, make_app
+from fastbert.serve.app import make_app
 from fastbert.serve.engine import load_engine
+from fastbert.serve.limits import Limits
 from fastbert.serve.protocol import bounded
 from fastbert.serve.server import HttpServer
 
@@ -109,6 +110,7 @@ def serve(
     dtype: str = "auto",
     device: str | None = None,
     batch_tokens: int | None = None,
+    threads: int | None = None,
     api_key: str | None = None,
     limits: Limits,
     web: Web = Web(),
@@ -117,28 +119,31 @@ def serve(
 ) -> None:
     """Serve a model until SIGINT or SIGTERM; what was sent whole by then is answered first, or refused.
 
-    `say` tells what the server does, `log` what became of a request. Raises OSError: the address is not to be had, or
-    there is no certificate.
+    threads: that compute; None: as many as torch has. `say` tells what the server does, `log` what became of a request.
+    Raises OSError: the address is not to be had, or there is no certificate.
     """
     web.check()
     bound = bind(host, port)
     if api_key is None and not ipaddress.ip_address(bound.getsockname()[0]).is_loopback:
         say(f"whoever reaches {host} may use this server: it asks for no API key")
+    if threads is not None:
+        torch.set_num_threads(threads)
     engine = load_engine(name, dtype, device)
     keep_packed_only(engine.model)
     engine.name = served_name or name
     budget = batch_tokens or engine.model.default_batch_tokens
     on_cpu = engine.model.device.type == "cpu"
     # A batch a core: no core waits for another at the end of each product, least of all for the one that the event
-    # loop has taken. docs/serve.md has the times.
-    workers, threads = (torch.get_num_threads(), 1) if on_cpu else (1, torch.get_num_threads())
+    # loop has taken. docs/serve.md has the times. On a GPU the spare thread's work would stand behind the other's.
+    workers, each = (torch.get_num_threads(), 1) if on_cpu else (1, torch.get_num_threads())
     app = make_app(
         engine,
         limits,
         api_key,
         batch_tokens=budget,
         workers=workers,
-        threads=threads,
+        threads=each,
+        spare=on_cpu,
         cors_origins=web.cors_origins,
     )
     address = bound.getsockname()

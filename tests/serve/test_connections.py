@@ -190,6 +190,27 @@ def test_connections_above_the_limit_are_turned_away(engine):
             assert time.monotonic() < deadline
 
 
+def test_half_of_a_request_does_not_hide_that_the_server_lives(engine, monkeypatch):
+    """As many as can connect, and more than may ask above the limit: each new one, the oldest of these goes."""
+    monkeypatch.setattr(protocol, "SPARE", 4)
+    live_route = GET.replace(b"/health", b"/live")
+    with live(engine, max_connections=3) as port, contextlib.ExitStack() as stack:
+        halves = []
+        for _ in range(20):
+            halves.append(stack.enter_context(connection(port)))
+            halves[-1].sendall(POST[:40])
+            answer = talk(port, live_route)
+            assert statuses(answer) == [200] and (len(halves) < 3 or b"connection: close" in answer)
+        assert statuses(talk(port, GET)) == statuses(talk(port, POST)) == [503]
+        assert statuses(rest(halves[3])) == [503]  # the oldest above the limit
+        halves[0].sendall(POST[40:])
+        assert statuses(rest(halves[0], b"]]")) == [200]
+        stack.close()
+        deadline = time.monotonic() + 60
+        while statuses(talk(port, GET)) != [200]:
+            assert time.monotonic() < deadline
+
+
 def test_who_leaves_at_any_point_harms_nobody(engine):
     with live(engine) as port:
         for i in range(0, len(POST), 7):

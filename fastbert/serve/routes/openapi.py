@@ -77,7 +77,9 @@ def document(engine: Engine, limits: Any, routes: list[Route], has_key: bool, ap
         }
     key = ("unauthorized",) if has_key else ()
     gets: dict[str, dict] = {
-        "/health": {"200": {"description": "it works"}, **_errors("/health", ("unhealthy",))},
+        **{
+            path: {"200": {"description": "it works"}, **_errors(path, ("unhealthy",))} for path in ("/health", "/live")
+        },
         "/metrics": _said(TEXT, "text/plain"),
         "/info": {**_said(INFO), **_errors("/info", key)},
         "/v1/models": {**_said(record(object={"const": "list"}, data=array(MODEL))), **_errors("/v1/models", key)},
@@ -92,7 +94,7 @@ def document(engine: Engine, limits: Any, routes: list[Route], has_key: bool, ap
     if has_key:
         made["components"] = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
         made["security"] = [{"key": []}]
-        for path in ("/health", "/metrics"):
+        for path in ("/health", "/live", "/metrics"):
             paths[path]["get"]["security"] = []
     return made
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from fastbert.data.pieces import as_far_as_needed
 from fastbert.data.template import Template
 from fastbert.sentences.text_model import TextModel
 from fastbert.serve.engine import Engine
@@ -71,11 +73,18 @@ def sequences_of_ids(model: TextModel, rows: list[list[int]], prompt: str) -> tu
     return found, [len(one["input_ids"]) for one in found], cut
 
 
-def tokens_of(tokenizer: Tokenizer, texts: list[str], with_special: bool) -> list[list[dict[str, Any]]]:
-    """Of each text its tokens: id, text, special, and the characters where it stands; null for a special one."""
-    found = []
+def tokens_of(
+    tokenizer: Tokenizer, texts: list[str], with_special: bool, check: Callable[[int], None]
+) -> list[list[dict[str, Any]]]:
+    """Of each text its tokens: id, text, special, and the characters where it stands; null for a special one.
+
+    `check(tokens)` raises where there are too many; the tokenizer cuts what are too many in one text.
+    """
+    found, tokens = [], 0
     for text in texts:
-        made = tokenizer.encode(text, add_special_tokens=with_special)
+        made = tokenizer.encode(as_far_as_needed(tokenizer, text), add_special_tokens=with_special)
+        tokens += len(made) + sum(map(len, made.overflowing))
+        check(tokens)
         rows: list[dict[str, Any]] = []
         for one, token, mask, (a, b) in zip(made.ids, made.tokens, made.special_tokens_mask, made.offsets, strict=True):
             place = (token, None, None) if mask else (text[a:b], a, b)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,20 +45,27 @@ class TokenRoutes:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return whole_tokenizer(self.server.engine.model)
+        """Which cuts what is more than a request may have."""
+        made = whole_tokenizer(self.server.engine.model)
+        made.enable_truncation(self.server.limits.max_request_tokens)
+        return made
 
     async def tokenize(self, asked: schemas.TokenizeRequest) -> Any:
         server, prompt = self.server, self.server.prompt(asked.prompt_name)
-        server.check_count("inputs", asked.inputs)
+        server.limits.check_count("inputs", asked.inputs)
         texts = [prompt + text for text in asked.inputs]
+        check = partial(server.limits.check_tokens, "inputs")
         try:
             "".join(texts).encode()  # the tokenizer would raise no more than a TypeError
-            return await asyncio.to_thread(lambda: tokens_of(self.tokenizer, texts, asked.add_special_tokens))
+            make = partial(tokens_of, self.tokenizer, texts, asked.add_special_tokens, check)
+            return (await server.tokenizing.run(make, texts, server.limits.timeout_s))[0]
         except UnicodeEncodeError as error:
             raise RequestError("tokenizer", f"inputs: not valid Unicode: {error}") from None
+        except TimeoutError:
+            raise server.limits.late() from None
 
     async def decode(self, asked: schemas.DecodeRequest) -> Any:
-        self.server.check_count("ids", asked.ids)
+        self.server.limits.check_count("ids", asked.ids)
         check_ids("ids", asked.ids, self.server.words)
         skips = asked.skip_special_tokens
         return await asyncio.to_thread(lambda: self.tokenizer.decode_batch(asked.ids, skip_special_tokens=skips))

@@ -1,0 +1,110 @@
+"""What bounds a request's tokens, what tokenises, and what tells that the server lives; and its times."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+
+import asgi
+import pytest
+import tiny
+from test_routes import app, send
+
+from fastbert.data import pieces
+from fastbert.serve.engine import load_engine
+from fastbert.serve.tokenizing import LARGE, Tokenizing
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    return load_engine(str(tiny.write_model(tmp_path_factory.mktemp("served"))), "auto", "cpu")
+
+
+def test_a_request_has_a_cap_of_tokens(engine):
+    """Those of windows count in each that they are in: 40 words in windows of 12, with 2 around, and 4 in common."""
+    document = {"inputs": "a " * 40, "windows": {"length": 12, "overlap": 4}}
+    tokens = 40 + 2 * 6 + 4 * 5  # six windows of 10 words: they begin at 0, 6, .. 30
+    for path, content, asked in (
+        ("/embed", document, tokens),
+        ("/embed", {"inputs": ["a dog"] * 20}, 80),
+        ("/v1/embeddings", {"input": ["a dog"] * 20}, 80),
+        ("/chunks", {"inputs": "a " * 40, "windows": {"length": 12}}, 48),
+        ("/tokenize", {"inputs": ["a " * 40, "a " * 30]}, 74),
+    ):
+        assert send(engine, path, content, {"max_request_tokens": asked}).status == 200, path
+        answer = send(engine, path, content, {"max_request_tokens": asked - 1})
+        message = answer.json["error"]["message"] if path.startswith("/v1") else answer.json["error"]
+        field = "input" if path.startswith("/v1") else "inputs"
+        told = f"{field} has {asked} tokens in all; a request may have {asked - 1}"
+        assert (answer.status, message) == (413, told)
+
+
+def test_a_long_text_is_refused_by_its_beginning(engine, monkeypatch):
+    """And one that is cut is tokenised no further."""
+    monkeypatch.setattr(pieces, "PIECE_CHARS", 500)
+    read: list[int] = []
+    part = pieces._count
+    monkeypatch.setattr(pieces, "_count", lambda tokenizer, text: read.append(len(text)) or part(tokenizer, text))
+    text = "the cat " * 5000
+    refused = send(engine, "/embed", {"inputs": text})
+    assert refused.status == 422 and refused.json["error"].startswith("inputs[0] has more than 64 tokens")
+    assert 500 <= sum(read) < 1000
+    cut = send(engine, "/embed", {"inputs": text, "truncate": True}).json
+    assert cut == send(engine, "/embed", {"inputs": "the cat " * 100, "truncate": True}).json
+
+
+def test_large_texts_are_tokenised_one_after_the_other():
+    begun, gate, at_once = [], threading.Event(), []
+
+    def make(name: str, wait: bool):
+        begun.append(name)
+        at_once.append(threading.current_thread().name)
+        assert not wait or gate.wait(60)
+        return name
+
+    async def program():
+        tokenizing, large = Tokenizing(), ["a" * LARGE, ("b", "c")]
+        first = asyncio.ensure_future(tokenizing.run(lambda: make("first", True), large, 60))
+        second = asyncio.ensure_future(tokenizing.run(lambda: make("second", False), large, 60))
+        small = await tokenizing.run(lambda: make("small", False), ["a" * 3000], 60)
+        with pytest.raises(TimeoutError):
+            await tokenizing.run(lambda: make("late", False), large, 0.01)
+        before = list(begun)
+        gate.set()
+        return small[0], (await first)[0], (await second)[0], before
+
+    assert asyncio.run(program()) == ("small", "first", "second", ["first", "small"])
+    assert begun == ["first", "small", "second"]  # the late one was taken out
+    assert at_once[0] == at_once[2] != at_once[1]
+
+
+def test_who_waits_too_long_for_a_tokenizer_is_told(engine, monkeypatch):
+    async def run(self, make, inputs, timeout_s):
+        raise TimeoutError
+
+    monkeypatch.setattr(Tokenizing, "run", run)
+    answer = send(engine, "/embed", {"inputs": "a"}, {"timeout_s": 3})
+    assert (answer.status, answer.json["error"]) == (503, "not answered within 3 s: try again later")
+
+
+def test_an_answer_and_the_metrics_say_what_took_the_time(engine):
+    async def program(client):
+        answers = [await client.send("/embed", {"inputs": ["a dog"] * n}) for n in (1, 20)]
+        return *answers, (await client.send("/metrics", method="GET")).body.decode()
+
+    *answers, page = asgi.run(app(engine), program)
+    sums = [0.0, 0.0, 0.0]
+    for answer in answers:
+        found = re.fullmatch(
+            r"wait;dur=(\d+\.\d), tokenize;dur=(\d+\.\d), compute;dur=(\d+\.\d)", answer.headers["server-timing"]
+        )
+        sums = [a + float(b) / 1e3 for a, b in zip(sums, found.groups(), strict=True)]
+    for name, seconds in zip(("queue", "tokenization", "inference"), sums, strict=True):
+        assert f"te_request_{name}_duration_count 2.0" in page
+        told = float(re.search(rf"^te_request_{name}_duration_sum (\S+)$", page, re.MULTILINE)[1])
+        assert told > 0 and abs(told - seconds) <= 1.1e-4  # two roundings to a tenth of a millisecond
+
+
+def test_the_live_route_needs_no_key(engine):
+    assert send(engine, "/live", {}, {"api_key": "secret"}, method="GET").status == 200
