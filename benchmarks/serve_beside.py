@@ -1,0 +1,232 @@
+"""`fastbert serve`, those who ask for little beside those who ask for much: `python benchmarks/serve_beside.py`.
+
+First a client of short texts, RATE a second, alone; one of documents of 60,000 tokens, one after the other, alone; and
+both. Then texts of 1.9 MB, 16 at a time: 200 that are refused and 200 that are cut, while /health is asked for. Alone
+and beside come in turn, so that what else the machine does meets both. Needs the extras [serve] and [demo].
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import subprocess
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from serve import MODEL, PORT, make_texts, running
+
+from fastbert.bench.report import write_report
+from fastbert.bench.timing import describe_machine
+
+RATE = 10  # requests of short texts a second
+DOCUMENT_TOKENS = 60_000
+HUGE, AT_A_TIME, TIMES = "a " * 950_000, 16, 200
+WARM = 20  # requests that do not count
+HEALTH_S = 0.02  # between two looks at /health
+
+
+@dataclass
+class Seen:
+    """Of one kind of client: seconds of each request, tokens of windows, statuses."""
+
+    latencies: list[float] = field(default_factory=list)
+    statuses: list[int] = field(default_factory=list)
+    tokens: int = 0
+
+    def percentile(self, share: float) -> float:
+        """In milliseconds."""
+        return 1e3 * float(np.percentile(self.latencies, share))
+
+
+class Connection:
+    def __init__(self, port: int):
+        self.port = port
+
+    async def open(self) -> Connection:
+        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 24)
+        return self
+
+    async def ask(self, method: str, path: str, body: bytes, seen: Seen) -> bytes:
+        start = time.perf_counter()
+        self.writer.write(
+            b"%s %s HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
+            % (method.encode(), path.encode(), len(body), body)
+        )
+        head = (await self.reader.readuntil(b"\r\n\r\n")).lower()
+        answer = await self.reader.readexactly(int(head.partition(b"content-length:")[2].split()[0]))
+        seen.latencies.append(time.perf_counter() - start)
+        seen.statuses.append(int(head.split()[1]))
+        return answer
+
+
+async def short_texts(port: int, until: float, seen: Seen) -> None:
+    """RATE requests a second, by a clock that does not wait for answers; the latency counts from when it was due."""
+    bodies = [orjson.dumps({"inputs": " ".join(text.split()[:20])}) for text in make_texts()]
+    open_ones: list[Connection] = []
+
+    async def one(body: bytes, due: float) -> None:
+        connection = open_ones.pop() if open_ones else await Connection(port).open()
+        await connection.ask("POST", "/embed", body, seen)
+        seen.latencies[-1] = time.perf_counter() - due
+        open_ones.append(connection)
+
+    asked, due = [], time.perf_counter()
+    while due < until:
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        asked.append(asyncio.ensure_future(one(bodies[len(asked) % len(bodies)], due)))
+        due += 1 / RATE
+    await asyncio.gather(*asked)
+
+
+async def documents(port: int, until: float, seen: Seen) -> None:
+    """One after the other. Throughput is of those that are answered, up to the end of the last one."""
+    body = orjson.dumps({"inputs": "a " * DOCUMENT_TOKENS, "windows": True})
+    connection = await Connection(port).open()
+    while time.perf_counter() < until:
+        await connection.ask("POST", "/embed", body, seen)
+        seen.tokens += DOCUMENT_TOKENS
+
+
+async def turn(port: int, seconds: float, *clients: Any) -> list[tuple[Seen, float]]:
+    """What each client saw, and for how long, when they run together."""
+    seen = [Seen() for _ in clients]
+    start = time.perf_counter()
+
+    async def timed(client: Any, own: Seen) -> float:
+        await client(port, start + seconds, own)
+        return time.perf_counter() - start
+
+    took = await asyncio.gather(*(timed(*one) for one in zip(clients, seen, strict=True)))
+    return list(zip(seen, took, strict=True))
+
+
+async def fairness(port: int, seconds: float, rounds: int) -> dict[str, Any]:
+    await turn(port, WARM / RATE, short_texts)
+    alone, beside = Seen(), Seen()
+    rates: dict[str, list[float]] = {"alone": [], "beside": []}
+    statuses: list[int] = []
+
+    def add(whole: Seen, part: Seen) -> None:
+        whole.latencies += part.latencies
+        statuses.extend(part.statuses)
+
+    for _ in range(rounds):
+        ((one, _),) = await turn(port, seconds, short_texts)
+        add(alone, one)
+        ((many, took),) = await turn(port, seconds, documents)
+        rates["alone"].append(many.tokens / took)
+        (one, _), (many, took) = await turn(port, seconds, short_texts, documents)
+        add(beside, one)
+        statuses += many.statuses
+        rates["beside"].append(many.tokens / took)
+    return {
+        "short": {name: {"p50_ms": one.percentile(50), "p99_ms": one.percentile(99), "requests": len(one.latencies)}
+                  for name, one in (("alone", alone), ("beside", beside))},
+        "documents_tokens_per_second": {name: float(np.median(each)) for name, each in rates.items()},
+        "lost": sum(status != 200 for status in statuses),
+    }  # fmt: skip
+
+
+def megabytes(pid: int, name: str) -> float:
+    """VmRSS, what a process holds, or VmHWM, the most that it held."""
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024 / 1e6
+
+
+async def huge_texts(port: int, truncate: bool) -> tuple[Seen, Seen]:
+    """(what AT_A_TIME clients saw, what /health's saw)."""
+    body, seen, health = orjson.dumps({"inputs": HUGE, "truncate": truncate}), Seen(), Seen()
+
+    async def client() -> None:
+        connection = await Connection(port).open()
+        for _ in range(TIMES // AT_A_TIME + 1):
+            await connection.ask("POST", "/embed", body, seen)
+
+    async def watch() -> None:
+        connection = await Connection(port).open()
+        while True:
+            await connection.ask("GET", "/health", b"", health)
+            await asyncio.sleep(HEALTH_S)
+
+    watching = asyncio.ensure_future(watch())
+    await asyncio.gather(*(client() for _ in range(AT_A_TIME)))
+    watching.cancel()
+    with suppress(asyncio.CancelledError):
+        await watching
+    return seen, health
+
+
+def memory(server: subprocess.Popen, port: int) -> dict[str, Any]:
+    start = megabytes(server.pid, "VmRSS")
+    found: dict[str, Any] = {"start_mb": start}
+    for name, truncate in (("refused", False), ("cut", True)):
+        seen, health = asyncio.run(huge_texts(port, truncate))
+        found[name] = {
+            "statuses": sorted(set(seen.statuses)), "requests": len(seen.statuses),
+            "after_mb": megabytes(server.pid, "VmRSS"), "peak_mb": megabytes(server.pid, "VmHWM"),
+            "health_p99_ms": health.percentile(99), "health_most_ms": health.percentile(100),
+        }  # fmt: skip
+    return found
+
+
+def to_markdown(report: dict[str, Any]) -> str:
+    fair, held, machine = report["fairness"], report["memory"], report["machine"]
+    lines = [
+        f"{MODEL}, {report['dtype']}; {machine['cpu']}, {report['cores']} cores that the clients share, torch"
+        f" {machine['torch']}, commit {machine['commit']}, {machine['date']}.",
+        "",
+        "| | alone | beside the others | |",
+        "|---|--:|--:|--:|",
+    ]
+    for share in ("p50_ms", "p99_ms"):
+        alone, beside = (fair["short"][name][share] for name in ("alone", "beside"))
+        lines.append(f"| short texts, {share[:3]}, ms | {alone:.1f} | {beside:.1f} | {beside / alone:.2f}x |")
+    alone, beside = (fair["documents_tokens_per_second"][name] for name in ("alone", "beside"))
+    lines += [
+        f"| documents, tokens/s | {alone:,.0f} | {beside:,.0f} | {beside / alone:.2f}x |",
+        "",
+        f"Requests that were not answered with 200: {fair['lost']}.",
+        "",
+        "| texts of 1.9 MB, 16 at a time | status | before, MB | after, MB | peak, MB | `/health`, p99 and most, ms |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    before = held["start_mb"]
+    for name in ("refused", "cut"):
+        row = held[name]
+        lines.append(
+            f"| {row['requests']} that are {name} | {row['statuses']} | {before:.0f} | {row['after_mb']:.0f} |"
+            f" {row['peak_mb']:.0f} | {row['health_p99_ms']:.1f}, {row['health_most_ms']:.1f} |"
+        )
+        before = row["after_mb"]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each turn")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--output", type=Path, help="a folder for serve-beside.json and serve-beside.md")
+    options = parser.parse_args()
+    command = ["-m", "fastbert", "serve", MODEL, "--device", "cpu", "--dtype", options.dtype, "--port", str(PORT)]
+    with running(command, PORT) as server:
+        held = memory(server, PORT)
+        fair = asyncio.run(fairness(PORT, options.seconds, options.rounds))
+    report = {
+        "machine": describe_machine(), "cores": len(os.sched_getaffinity(0)), "dtype": options.dtype,
+        "fairness": fair, "memory": held,
+    }  # fmt: skip
+    page = to_markdown(report)
+    print(page)
+    if options.output is not None:
+        write_report(options.output, "serve-beside", report, page)
+
+
+if __name__ == "__main__":
+    main()
