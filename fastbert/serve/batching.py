@@ -86,6 +86,8 @@ class Batcher:
         tokens = sum(lengths)
         job = PendingRequest(sequences, lengths, self._loop.create_future(), is_large=tokens > self.budget)
         with self._changed:
+            if job.is_large and not self.large:
+                self._before_large = max(1, len(self.small))
             (self.large if job.is_large else self.small).append(job)
             self.waiting += len(sequences)
             self.waiting_tokens += tokens
@@ -132,7 +134,8 @@ class Batcher:
     def _next(self) -> list[Piece]:
         """What one worker is to take: up to the budget, and no more than its share among the idle.
 
-        Between two turns of large requests those small ones have theirs that waited then, or one that came later.
+        Before each turn of a large request those small ones have theirs that waited at the one before it, or one that
+        came since.
         """
         share = max(SMALL, -(-self.waiting_tokens // (self._idle + 1)))
         budget = min(self.budget, share)

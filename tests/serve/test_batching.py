@@ -61,7 +61,7 @@ def test_what_waits_is_taken_together_up_to_the_budget():
 
     rows = drive(model, 100, program)
     # A request is spread over batches, by turns; a sequence that is above the budget is a batch of its own.
-    assert model.batches == [[1], [2, 3], [5], [6], [4]]
+    assert model.batches == [[1], [5], [2, 3], [6], [4]]
     assert [np.ravel(row).tolist() for row in rows] == [[1], [4, 9, 16], [25], [36]]
 
 

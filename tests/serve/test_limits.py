@@ -55,17 +55,19 @@ def test_a_long_text_is_refused_by_its_beginning(engine, monkeypatch):
 
 
 def test_large_texts_are_tokenised_one_after_the_other():
-    begun, gate, at_once = [], threading.Event(), []
+    begun, started, gate, threads = [], threading.Event(), threading.Event(), []
 
     def make(name: str, wait: bool):
         begun.append(name)
-        at_once.append(threading.current_thread().name)
+        threads.append(threading.current_thread().name)
+        started.set()
         assert not wait or gate.wait(60)
         return name
 
     async def program():
         tokenizing, large = Tokenizing(), ["a" * LARGE, ("b", "c")]
         first = asyncio.ensure_future(tokenizing.run(lambda: make("first", True), large, 60))
+        assert await asyncio.to_thread(started.wait, 60)
         second = asyncio.ensure_future(tokenizing.run(lambda: make("second", False), large, 60))
         small = await tokenizing.run(lambda: make("small", False), ["a" * 3000], 60)
         with pytest.raises(TimeoutError):
@@ -76,7 +78,7 @@ def test_large_texts_are_tokenised_one_after_the_other():
 
     assert asyncio.run(program()) == ("small", "first", "second", ["first", "small"])
     assert begun == ["first", "small", "second"]  # the late one was taken out
-    assert at_once[0] == at_once[2] != at_once[1]
+    assert threads[0] == threads[2] != threads[1]
 
 
 def test_who_waits_too_long_for_a_tokenizer_is_told(engine, monkeypatch):

@@ -52,6 +52,17 @@ def test_a_small_request_waits_for_no_turn_of_a_large_one_that_is_not_begun():
     assert turns(program) == [["L0", "L1"], ["L2", "L3"], ["s0"], ["L4", "L5"], ["L6", "L7"]]
 
 
+def test_small_requests_that_came_before_a_large_one_are_before_it():
+    def program(submit, take):
+        submit("a", 60)
+        submit("b", 60)
+        submit("L", *[50] * 4)
+        submit("c", 60)
+        take(5)
+
+    assert turns(program) == [["a0"], ["b0"], ["L0", "L1"], ["c0"], ["L2", "L3"]]
+
+
 def test_large_requests_take_turns():
     def program(submit, take):
         submit("L", *[50] * 5)
