@@ -18,12 +18,12 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 from fastbert.packed_weights import keep_packed_only
-from fastbert.serve.access_log import AccessLog, RequestLog
 from fastbert.serve.app import make_app
 from fastbert.serve.engine import load_engine
+from fastbert.serve.http.access_log import AccessLog, RequestLog
+from fastbert.serve.http.protocol import bounded
+from fastbert.serve.http.server import HttpServer
 from fastbert.serve.limits import Limits
-from fastbert.serve.protocol import bounded
-from fastbert.serve.server import HttpServer
 
 SPARE_FILES = 64  # of those that the process may open: libraries, threads, the listening socket
 

@@ -13,10 +13,10 @@ from seeds import numpy_generator, shifted
 from shares import assert_share
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from fastbert.data.long_texts.template import Template
 from fastbert.data.pretraining.corpus import Corpus, tokenize_corpus
 from fastbert.data.pretraining.windows import CorpusPairs, CorpusWindows, cut_windows
 from fastbert.data.sources import load_source
-from fastbert.data.windows.template import Template
 from fastbert.errors import InputError
 
 datasets = pytest.importorskip("datasets")

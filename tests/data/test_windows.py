@@ -12,7 +12,7 @@ from test_tokenized import tokenizer_of_words
 from tiny import WORDS
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from fastbert.data import pieces
+from fastbert.data.long_texts import pieces
 from fastbert.data.tokenized import tokenize
 from fastbert.data.windows import CORE, OVERLAP, Cutter, Windows, ranges_of
 from fastbert.errors import InputError

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tiny
 
-import fastbert.serve.protocol as protocol
+import fastbert.serve.http.protocol as protocol
 from fastbert.serve.app import Limits, make_app
 from fastbert.serve.engine import load_engine
 from fastbert.serve.run import Web, bind, make_server

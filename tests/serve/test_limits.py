@@ -11,7 +11,7 @@ import pytest
 import tiny
 from test_routes import app, send
 
-from fastbert.data import pieces
+from fastbert.data.long_texts import pieces
 from fastbert.serve.engine import load_engine
 from fastbert.serve.tokenizing import LARGE, Tokenizing
 

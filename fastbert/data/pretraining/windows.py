@@ -11,9 +11,9 @@ from typing import Any, Literal
 import numpy as np
 from tokenizers import Tokenizer
 
+from fastbert.data.long_texts.template import Template
 from fastbert.data.masking import example_keys, uniform
 from fastbert.data.pretraining.corpus import Corpus
-from fastbert.data.windows.template import Template
 from fastbert.errors import InputError
 
 Pairs = Literal["nsp", "sop"]

@@ -16,9 +16,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer, processors
 
-from fastbert.data.pieces import is_long, partings, uncut
+from fastbert.data.long_texts.pieces import is_long, partings, uncut
+from fastbert.data.long_texts.template import Template
 from fastbert.data.tokenized import Tokenized
-from fastbert.data.windows.template import Template
 from fastbert.errors import InputError
 
 Pool = Literal["mean", "max", "top3", "first"]

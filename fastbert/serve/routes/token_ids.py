@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from fastbert.data.pieces import as_far_as_needed
-from fastbert.data.template import Template
+from fastbert.data.long_texts.pieces import as_far_as_needed
+from fastbert.data.long_texts.template import Template
 from fastbert.sentences.text_model import TextModel
 from fastbert.serve.engine import Engine
 from fastbert.serve.request_errors import RequestError

@@ -1,4 +1,4 @@
-"""`fastbert serve`, those who ask for little beside those who ask for much: `python benchmarks/serve_beside.py`.
+"""`fastbert serve`, those who ask for little beside those who ask for much: `python benchmarks/serving/beside.py`.
 
 First a client of short texts, RATE a second, alone; one of documents of 60,000 tokens, one after the other, alone; and
 both. Then texts of 1.9 MB, 16 at a time: 200 that are refused and 200 that are cut, while /health is asked for. Alone
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import orjson
-from serve import MODEL, PORT, make_texts, running
+from load import MODEL, PORT, make_texts, running
 
 from fastbert.bench.report import write_report
 from fastbert.bench.timing import describe_machine

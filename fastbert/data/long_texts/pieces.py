@@ -8,8 +8,6 @@ from itertools import islice
 
 from tokenizers import Tokenizer
 
-Text = str | tuple[str, str]  # one text, or a pair
-
 PIECE_CHARS = 1 << 14  # of a long text; what is read of a piece holds up Python's other threads for milliseconds
 AROUND = 200  # characters on each side of a blank whose tokens are compared
 PLACES_TO_TRY = 50
@@ -53,42 +51,38 @@ def partings_from_end(tokenizer: Tokenizer, text: str) -> Iterator[int]:
         yield (at := found)
 
 
-def as_far_as_needed(tokenizer: Tokenizer, one: Text) -> Text:
-    """An input, if it is long without what the tokenizer's truncation cuts off anyway: what is left is still too long.
-
-    Of a pair the text of more characters alone is shortened, and keeps more tokens than the other one: so it is cut as
-    it was, for truncation begins with the text of more tokens.
+def pieces_of(tokenizer: Tokenizer, text: str, direction: str = "right") -> Iterator[str]:
+    """A text in pieces that have the tokens of the whole, by an `uncut` tokenizer: from the end that truncation on the
+    right keeps, its first, or, on the left, from its last.
     """
-    if isinstance(one, str):
-        return _shortened(tokenizer, one, "") if is_long(len(one)) else one
-    first, second = one
-    if len(first) > len(second):
-        return (_shortened(tokenizer, first, second), second) if is_long(len(first)) else one
-    return (first, _shortened(tokenizer, second, first)) if is_long(len(second)) else one
-
-
-def _shortened(tokenizer: Tokenizer, text: str, other: str) -> str:
-    """The end of a text that truncation keeps, with more tokens than a sequence may have, and than `other` has."""
-    truncation = tokenizer.truncation
-    if truncation is None:
-        return text
-    counting = uncut(tokenizer)
-    most, tokens = max(truncation["max_length"], _count(counting, other)), 0
-    if truncation["direction"] == "right":
+    if direction == "right":
         at = 0
-        for stop in partings(counting, text):
-            tokens += _count(counting, text[at:stop])
+        for stop in partings(tokenizer, text):
+            yield text[at:stop]
             at = stop
-            if tokens > most:
-                return text[:at]
-        return text
+        yield text[at:]
+        return
     at = len(text)
-    for start in partings_from_end(counting, text):
-        tokens += _count(counting, text[start:at])
+    for start in partings_from_end(tokenizer, text):
+        yield text[start:at]
         at = start
+    yield text[:at]
+
+
+def as_far_as_needed(tokenizer: Tokenizer, text: str, other: str = "") -> str:
+    """A text, if it is long without what the tokenizer's truncation cuts off anyway: what is left has more tokens than
+    a sequence may have, and than the `other` text of its pair.
+    """
+    if not is_long(len(text)) or (truncation := tokenizer.truncation) is None:
+        return text
+    counting, chars, tokens = uncut(tokenizer), 0, 0
+    most = max(truncation["max_length"], _count(counting, other))
+    for piece in pieces_of(counting, text, truncation["direction"]):
+        chars += len(piece)
+        tokens += _count(counting, piece)
         if tokens > most:
-            return text[at:]
-    return text
+            break
+    return text[:chars] if truncation["direction"] == "right" else text[len(text) - chars :]
 
 
 def _count(tokenizer: Tokenizer, text: str) -> int:

@@ -120,7 +120,7 @@ def only_live(app: Any, busy: str) -> Any:
     """An application that answers nothing but LIVE, and then closes the connection."""
 
     async def answer(scope: dict, receive: Any, send: Any) -> None:
-        async def closing(message: dict) -> None:
+        async def closing(message: Any) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
             await send(message)

@@ -1,4 +1,4 @@
-"""`fastbert serve` under load, beside a plain transformers server and offline `encode`: `python benchmarks/serve.py`.
+"""`fastbert serve` under load, beside a plain server and offline `encode`: `python benchmarks/serving/load.py`.
 
 64 clients send requests of mixed lengths one after the other. Every vector that comes back is compared with `encode`'s.
 At the end each client has a request on its way when the server gets SIGTERM: how many are answered is told, too.
@@ -29,7 +29,7 @@ from fastbert.bench.report import write_report
 from fastbert.bench.timing import describe_machine
 from fastbert.hub import resolve
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = "all-MiniLM-L6-v2"
 SENTENCES = (1, 1, 1, 1, 2, 3, 5, 8)  # that a text consists of
 TEXTS = (1, 1, 1, 1, 1, 2, 4, 8)  # that a request has
@@ -204,7 +204,7 @@ def measure_dtype(dtype: str, port: int, texts: list[str], clients: int, seconds
 
 def measure_plain(dtype: str, at_a_time: str, port: int, texts: list[str], clients: int, seconds: float) -> dict:
     folder = str(resolve(MODEL))
-    command = [str(ROOT / "benchmarks" / "plain_server.py"), folder, dtype, at_a_time, str(port)]
+    command = [str(ROOT / "benchmarks" / "serving" / "plain_server.py"), folder, dtype, at_a_time, str(port)]
     return measure(command, port, texts, offline_encode(texts, folder, 0.0, dtype), clients, seconds)
 
 

@@ -1,4 +1,4 @@
-"""What most people write first: transformers behind FastAPI; serve.py runs it.
+"""What most people write first: transformers behind FastAPI; load.py runs it.
 
 `plain_server.py FOLDER DTYPE many|one PORT`. many: as many requests at a time as FastAPI has threads. one: a lock
 around the model, with which the threads do not get in each other's way.

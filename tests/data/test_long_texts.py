@@ -1,0 +1,99 @@
+"""Long texts in pieces: what is cut off is not tokenised, and what is left has the tokens of the whole."""
+
+from __future__ import annotations
+
+import resource
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_tokenized import tokenizer_of_words
+from test_windows import texts_of, trained
+from tokenizers import AddedToken, Tokenizer, processors
+
+from fastbert.data.long_texts import pairs, pieces
+from fastbert.data.long_texts.pairs import CutPair, encode
+from fastbert.data.long_texts.pieces import as_far_as_needed, pieces_of, uncut
+from fastbert.data.tokenized import tokenize, tokenize_one
+
+LONG = " ".join(texts_of(200))
+WORDS = LONG.split()
+
+
+def with_special(kind: str) -> Tokenizer:
+    made = trained(kind)
+    made.post_processor = processors.BertProcessing(("[SEP]", 1), ("[CLS]", 2))
+    return made
+
+
+@pytest.mark.parametrize("side", ("right", "left"))
+@pytest.mark.parametrize("kind", ("wordpiece", "bytes", "unigram", "no pre-tokenizer"))
+def test_what_is_cut_has_the_tokens_of_the_whole(kind, side, monkeypatch):
+    tokenizer = with_special(kind)
+    short, long, longer = WORDS[:11], WORDS[:90], WORDS[:150]
+    texts = [" ".join(words) for words in (WORDS[:2], short, long, longer, WORDS[3:93])]
+    inputs: list = [*texts, "a" * 800, *product(texts, texts), ("a" * 300, texts[3])]
+    for length in (30, 31):  # of two long texts the one of more tokens gets the odd one
+        tokenizer.enable_truncation(length, direction=side)
+        expected = [tokenizer.encode(*(one if isinstance(one, tuple) else (one,))) for one in inputs]
+        for chars in (40, pieces.PIECE_CHARS):
+            monkeypatch.setattr(pieces, "PIECE_CHARS", chars)
+            made = tokenize(tokenizer, inputs, with_types=True)
+            for i, one in enumerate(expected):
+                for found in (made[i], tokenize_one(tokenizer, inputs[i], with_types=True)):
+                    assert found["input_ids"].tolist() == one.ids, inputs[i]
+                    assert found["token_type_ids"].tolist() == one.type_ids, inputs[i]
+            assert made.cut == [i for i, one in enumerate(expected) if one.overflowing]
+        monkeypatch.undo()
+    assert sum(isinstance(one, CutPair) for one in encode(tokenizer, inputs)) == 10
+
+
+@pytest.mark.parametrize("side", ("right", "left"))
+def test_only_what_is_kept_is_tokenised(side, monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE_CHARS", 300)
+    tokenizer = with_special("wordpiece")
+    tokenizer.enable_truncation(30, direction=side)
+    part = as_far_as_needed(tokenizer, LONG)
+    assert 250 < len(part) < 1000 and (LONG.startswith if side == "right" else LONG.endswith)(part)
+    read: list[int] = []
+    monkeypatch.setattr(pairs, "pieces_of", lambda *given: (read.append(len(one)) or one for one in pieces_of(*given)))
+    (one,) = encode(tokenizer, [(LONG, " ".join(LONG.split()[:300]))])  # both as far as the shorter one has tokens
+    assert len(one) == 30 and 2000 < sum(read) < 4000 < len(LONG)
+    tokenizer.no_truncation()
+    assert as_far_as_needed(tokenizer, LONG) == LONG
+
+
+def test_a_pair_that_is_cut_twice_takes_no_memory_by_the_square():
+    """17,000 sequences, of 290 MB, as `tokenizers` makes it of these."""
+    tokenizer = with_special("wordpiece")
+    tokenizer.enable_truncation(30)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    made = tokenize(tokenizer, [(LONG, LONG)], with_types=True)
+    assert made.lengths.tolist() == [30] and made.cut == [0]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KB
+
+
+def test_a_pair_has_two_types_where_no_special_tokens_part_its_texts():
+    assert tokenize(trained("wordpiece"), [("a dog", "the dog ran")], with_types=True)[0][
+        "token_type_ids"
+    ].tolist() == [0, 0, 1, 1, 1]
+
+
+def test_an_uncut_tokenizer_is_the_other_without_its_limit():
+    tokenizer = tokenizer_of_words(8)
+    tokenizer.add_special_tokens([AddedToken("<one>", lstrip=True), "[SEP]"])
+    tokenizer.add_tokens(["the cat"])
+    tokenizer.enable_padding(length=20)
+    text = "  <one>the cat sat on a mat, and the dog ran  <one> in to [SEP] house"
+    made, copy = uncut(tokenizer), Tokenizer.from_str(tokenizer.to_str())
+    copy.no_truncation()
+    copy.no_padding()
+    assert made.truncation is made.padding is None and tokenizer.truncation is not None
+    assert made.encode(text).ids == copy.encode(text).ids and made.encode(text).offsets == copy.encode(text).offsets
+    parts = {name: getattr(tokenizer, name) for name in ("model", "normalizer", "pre_tokenizer", "post_processor")}
+    moved: Any = SimpleNamespace(
+        **parts, to_str=tokenizer.to_str, get_added_tokens_decoder=lambda: {90: AddedToken("a")}
+    )
+    copy = uncut(moved)  # its ids are not those that new tokens get
+    assert copy.encode(text).ids == made.encode(text).ids and copy.truncation is copy.padding is None
