@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fastbert import ops
 from fastbert.layer_spec import RotarySpec
 from fastbert.layers.leaves import get_leaf, in_use, place
+from fastbert.layers.sharded import whole_beside
 
 
 def inverse_frequencies(rotary: RotarySpec) -> tuple[torch.Tensor, float]:
@@ -87,7 +88,7 @@ class RotaryTable(nn.Embedding):
         exponents = torch.arange(0, self.rotary.dim, 2, dtype=torch.float64, device=self.weight.device)
         positions = torch.arange(self.num_embeddings, dtype=torch.float64, device=self.weight.device)
         angles = positions[:, None] / self.rotary.theta ** (exponents / self.rotary.dim)
-        self.weight.copy_(torch.cat((angles.sin(), angles.cos()), 1))
+        self.weight.copy_(whole_beside(self.weight, torch.cat((angles.sin(), angles.cos()), 1)))
 
 
 class RotaryFrequencies(nn.Module):

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from fastbert import ops
@@ -51,3 +52,12 @@ def call_sharded(module: nn.Module, run: Callable[..., Any], *args: Any) -> Any:
         return module(*args)
     finally:
         del module.__dict__["forward"]
+
+
+def whole_beside(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`value`, which every rank has whole, as an operand of an operation with `tensor`, whose ranks may have shards."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is None or not isinstance(tensor, distributed.DTensor):
+        return value
+    mesh = tensor.device_mesh
+    return distributed.DTensor.from_local(value, mesh, [distributed.Replicate()] * mesh.ndim, run_check=False)

@@ -20,7 +20,7 @@ def filled_with_nan(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for t in (*model.parameters(), *model.buffers()):
             if t.is_floating_point():
-                t.fill_(torch.nan)
+                (t.to_local() if hasattr(t, "to_local") else t).fill_(torch.nan)
     return model
 
 

@@ -5,6 +5,7 @@ Each is given its meaning for our models here, or one clear error. A test goes t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ from fastbert.config import EncoderConfig
 from fastbert.errors import ConfigError
 from fastbert.layers.leaves import Container
 from fastbert.layers.rotary import RotaryFrequencies, RotaryTable
+from fastbert.layers.sharded import whole_beside
 from fastbert.models.hf.checkpoints import CheckpointMixin
 
 _INITIALISED = "_is_hf_initialized"  # transformers' mark of a module, or a tensor, that post_init leaves as it is
@@ -54,7 +56,10 @@ class TheirMethods(CheckpointMixin):
 
     @torch.no_grad()
     def _draw_weights(self, modules: Iterable[nn.Module]) -> None:
-        for module in modules:
+        modules = list(modules)
+        held = Counter(id(p) for module in modules for p in module._parameters.values())
+        # Where weights are tied by now, as to_empty leaves them under FSDP2, the embedding's row of padding is 0.
+        for module in sorted(modules, key=lambda m: isinstance(m, nn.Embedding) and held[id(m.weight)] > 1):
             self._draw(module)
         self.tie_weights()
 
@@ -88,7 +93,8 @@ class TheirMethods(CheckpointMixin):
         elif isinstance(module, nn.Embedding):
             module.weight.normal_(0.0, std)
             if module.padding_idx is not None:
-                module.weight[module.padding_idx].zero_()
+                rows = torch.arange(module.num_embeddings, device=module.weight.device)[:, None]
+                module.weight.masked_fill_(whole_beside(module.weight, rows == module.padding_idx), 0)
         elif isinstance(module, nn.LSTM):
             for name, own in module.named_parameters():
                 nn.init.xavier_uniform_(own) if "weight" in name else own.zero_()
