@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
@@ -87,9 +88,12 @@ def cpu_seconds(pid: int) -> float:
 
 
 @contextmanager
-def running(command: list[str], port: int) -> Iterator[subprocess.Popen]:
-    """A server that takes connections; ended by SIGTERM (uvicorn alone then leaves with the signal)."""
-    process = subprocess.Popen([sys.executable, *command])
+def running(command: list[str], port: int, **options: Any) -> Iterator[subprocess.Popen]:
+    """A server that takes connections; ended by SIGTERM (uvicorn alone then leaves with the signal).
+
+    options: of Popen.
+    """
+    process = subprocess.Popen([sys.executable, *command], **options)
     try:
         while process.poll() is None:
             with suppress(OSError):
