@@ -344,8 +344,9 @@ class Server:
         start = time.perf_counter()
         self._come(inputs)
         self.limits.check_count(field, inputs)
+        cut = self.limits.cutting(field, partial(make, self.engine.model))
         try:
-            job = await self._made(field, inputs, start, partial(make, self.engine.model))
+            job = await self._made(field, inputs, start, cut)
         except InputError as error:
             raise RequestError("validation", f"windows: {error}") from None
         sequences = [WindowSequence(job, i) for i in range(len(job.windows))]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from fastbert.data.windows import CHECK
 from fastbert.serve.request_errors import RequestError
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,22 @@ class Limits:
             raise RequestError("validation", f"{field} has {len(inputs)} texts; a request may have {limit}")
 
     def check_tokens(self, field: str, tokens: int) -> None:
+        """`tokens`: of all texts and windows, or of those that were counted so far."""
         limit = self.max_request_tokens
         if tokens > limit:
-            raise RequestError("too_large", f"{field} has {tokens:,} tokens in all; a request may have {limit:,}")
+            raise RequestError("too_large", f"{field} has more than the {limit:,} tokens that a request may have")
+
+    def cutting(self, field: str, make: Callable[[], Made]) -> Callable[[], Made]:
+        """`make`, which cuts texts into windows, and now builds none if there would be too many."""
+
+        def checked() -> Made:
+            before = CHECK.set(lambda windows, tokens: self.check_tokens(field, tokens))
+            try:
+                return make()
+            finally:
+                CHECK.reset(before)
+
+        return checked
 
     def late(self) -> RequestError:
         return RequestError("timeout", f"not answered within {self.timeout_s:g} s: try again later")

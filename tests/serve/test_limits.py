@@ -12,6 +12,7 @@ import tiny
 from test_routes import app, send
 
 from fastbert.data.long_texts import pieces
+from fastbert.data.long_texts.template import Template
 from fastbert.serve.engine import load_engine
 from fastbert.serve.tokenizing import LARGE, Tokenizing
 
@@ -36,8 +37,22 @@ def test_a_request_has_a_cap_of_tokens(engine):
         answer = send(engine, path, content, {"max_request_tokens": asked - 1})
         message = answer.json["error"]["message"] if path.startswith("/v1") else answer.json["error"]
         field = "input" if path.startswith("/v1") else "inputs"
-        told = f"{field} has {asked} tokens in all; a request may have {asked - 1}"
+        told = f"{field} has more than the {asked - 1} tokens that a request may have"
         assert (answer.status, message) == (413, told)
+
+
+def test_windows_of_too_many_tokens_are_not_built(engine, monkeypatch):
+    """2,000 words in windows of 62, of which 61 are in common with the next one: 124,000 tokens. One text is built."""
+    built: list[int] = []
+    around = Template.around
+    monkeypatch.setattr(Template, "around", lambda *given: built.append(len(given[-1])) or around(*given))
+    windows = {"length": 64, "overlap": 61, "at": "tokens"}
+    for path, more in (("/embed", {}), ("/chunks", {}), ("/chunks", {"late": True})):
+        content = {"inputs": ["a dog", "a " * 2000], "windows": windows, **more}
+        answer = send(engine, path, content, {"max_request_tokens": 10_000})
+        assert answer.status == 413 and "inputs has more than the 10,000 tokens" in answer.json["error"]
+        assert sum(built) == 2, path  # of the first text
+        built.clear()
 
 
 def test_a_long_text_is_refused_by_its_beginning(engine, monkeypatch):

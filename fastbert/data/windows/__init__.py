@@ -9,7 +9,8 @@ token, one of a prompt or of a question), of the OVERLAP that is another window'
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -25,6 +26,9 @@ Pool = Literal["mean", "max", "top3", "first"]
 OUTSIDE, OVERLAP, CORE = range(3)
 POOLS = ("mean", "max", "top3", "first")
 TEXTS_AT_ONCE, CHARS_AT_ONCE = 1024, 1 << 19  # tokenised at a time: an Encoding takes much more memory than its ids
+# Called with the number of windows so far, and of tokens in them, before a text's are built: where it raises, none is.
+# A server sets it for the request of a thread.
+CHECK: ContextVar[Callable[[int, int], None]] = ContextVar("CHECK", default=lambda windows, tokens: None)
 _BLANK_TOKENS = ("\u2581", "\u0120")  # of a blank alone, in SentencePiece's and in byte-level vocabularies
 _IS_BLANK = np.array([chr(i).isspace() for i in range(0x3002)])  # the last one stands for all that are behind it
 
@@ -244,7 +248,7 @@ class Cutter:
         """
         ids, types, spans, parts = [], [], [], []
         sizes, source, begins = list[int](), list[int](), list[int]()
-        left_out, tokens_left_out = list[int](), 0
+        left_out, tokens_left_out, in_all = list[int](), 0, 0
         firsts: Sequence[np.ndarray | None] = [None] * len(texts) if before is None else before
         prompts = [prompt if first is None else "" for first in firsts]
         for i, (tokens, places) in enumerate(self.read([p + text for p, text in zip(prompts, texts, strict=True)])):
@@ -259,6 +263,8 @@ class Cutter:
             if (missing := len(tokens) - int(ranges.stops[-1])) > 0:
                 left_out.append(i)
                 tokens_left_out += missing
+            in_all += int((ranges.stops - ranges.starts + template.added + len(first)).sum())
+            CHECK.get()(len(source) + len(ranges.starts), in_all)
             for start, stop, core_start, core_stop in zip(*(each.tolist() for each in ranges), strict=True):
                 own = tokens[start:stop]
                 made, kinds = template.around(*([np.concatenate((first, own))] if given is None else [first, own]))
