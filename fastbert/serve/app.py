@@ -305,11 +305,12 @@ class Server:
         cuts = self.limits.auto_truncate if given is None else given
         engine = await self._cutting_at(asked.truncation_direction) if cuts and asked is not None else self.engine
         if isinstance(inputs, schemas.Ids):
+            self.limits.check_tokens(field, sum(map(len, inputs)))
             check_ids(field, inputs, self.words)
             make = partial(sequences_of_ids, engine.model, inputs, prompt)
         else:
             make = partial(engine.tokenize, inputs, prompt)
-        sequences, lengths, cut = await self._made(field, inputs, began, make)
+        sequences, lengths, cut = await self.run_tokenizer(field, inputs, began, make)
         if cut is not None and not cuts:
             name = f"{field}[{cut}]" if first is None else f"{field}[{cut - 1}]" if cut else first
             told = f"{name} has more than {engine.model.max_seq_length} tokens, the model's limit"
@@ -318,7 +319,7 @@ class Server:
             raise RequestError("validation", told)
         return Prepared(field, sequences, lengths, len(inputs), began)
 
-    async def _made(self, field: str, inputs: list[Any], began: float, make: Callable[[], Made]) -> Made:
+    async def run_tokenizer(self, field: str, inputs: list[Any], began: float, make: Callable[[], Made]) -> Made:
         """What `make()`, which tokenises them, gives of the inputs of a request that came at `began`."""
         try:
             made, seconds = await self.tokenizing.run(make, inputs, self.limits.timeout_s)
@@ -328,6 +329,7 @@ class Server:
             raise self.limits.late() from None
         times = TIMES.get()
         times.tokenizing, times.waiting = seconds, time.perf_counter() - began - seconds
+        self.metrics.tokenization.observe(seconds)
         return made
 
     async def _cutting_at(self, side: str | None) -> Engine:
@@ -346,7 +348,7 @@ class Server:
         self.limits.check_count(field, inputs)
         cut = self.limits.cutting(field, partial(make, self.engine.model))
         try:
-            job = await self._made(field, inputs, start, cut)
+            job = await self.run_tokenizer(field, inputs, start, cut)
         except InputError as error:
             raise RequestError("validation", f"windows: {error}") from None
         sequences = [WindowSequence(job, i) for i in range(len(job.windows))]

@@ -55,7 +55,6 @@ class Metrics:
     def on_request(self, count: int, tokens: int, seconds: float, times: Times) -> None:
         """One of `count` inputs was computed."""
         self.successes.labels("single" if count == 1 else "batch").inc()
-        self.tokenization.observe(times.tokenizing)
         self.queue.observe(times.waiting)
         self.inference.observe(times.computing)
         self.duration.observe(seconds)

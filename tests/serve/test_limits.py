@@ -32,11 +32,12 @@ def test_a_request_has_a_cap_of_tokens(engine):
         ("/v1/embeddings", {"input": ["a dog"] * 20}, 80),
         ("/chunks", {"inputs": "a " * 40, "windows": {"length": 12}}, 48),
         ("/tokenize", {"inputs": ["a " * 40, "a " * 30]}, 74),
+        ("/decode", {"ids": [[5] * 40, [6] * 30]}, 70),
     ):
         assert send(engine, path, content, {"max_request_tokens": asked}).status == 200, path
         answer = send(engine, path, content, {"max_request_tokens": asked - 1})
         message = answer.json["error"]["message"] if path.startswith("/v1") else answer.json["error"]
-        field = "input" if path.startswith("/v1") else "inputs"
+        field = {"/v1/embeddings": "input", "/decode": "ids"}.get(path, "inputs")
         told = f"{field} has more than the {asked - 1} tokens that a request may have"
         assert (answer.status, message) == (413, told)
 
@@ -53,6 +54,16 @@ def test_windows_of_too_many_tokens_are_not_built(engine, monkeypatch):
         assert answer.status == 413 and "inputs has more than the 10,000 tokens" in answer.json["error"]
         assert sum(built) == 2, path  # of the first text
         built.clear()
+
+
+def test_too_many_token_ids_are_not_copied(engine, monkeypatch):
+    def refuse(*given):
+        raise AssertionError
+
+    monkeypatch.setattr("fastbert.serve.app.sequences_of_ids", refuse)
+    monkeypatch.setattr("fastbert.serve.app.check_ids", refuse)
+    answer = send(engine, "/embed", {"inputs": [[5] * 40] * 2}, {"max_request_tokens": 79})
+    assert answer.status == 413 and "inputs has more than the 79 tokens" in answer.json["error"]
 
 
 def test_a_long_text_is_refused_by_its_beginning(engine, monkeypatch):
@@ -101,8 +112,9 @@ def test_who_waits_too_long_for_a_tokenizer_is_told(engine, monkeypatch):
         raise TimeoutError
 
     monkeypatch.setattr(Tokenizing, "run", run)
-    answer = send(engine, "/embed", {"inputs": "a"}, {"timeout_s": 3})
-    assert (answer.status, answer.json["error"]) == (503, "not answered within 3 s: try again later")
+    for path, content in (("/embed", {"inputs": "a"}), ("/tokenize", {"inputs": "a"}), ("/decode", {"ids": [5]})):
+        answer = send(engine, path, content, {"timeout_s": 3})
+        assert (answer.status, answer.json["error"]) == (503, "not answered within 3 s: try again later"), path
 
 
 def test_an_answer_and_the_metrics_say_what_took_the_time(engine):
@@ -121,6 +133,16 @@ def test_an_answer_and_the_metrics_say_what_took_the_time(engine):
         assert f"te_request_{name}_duration_count 2.0" in page
         told = float(re.search(rf"^te_request_{name}_duration_sum (\S+)$", page, re.MULTILINE)[1])
         assert told > 0 and abs(told - seconds) <= 1.1e-4  # two roundings to a tenth of a millisecond
+
+
+def test_the_time_of_tokens_alone_is_told(engine):
+    async def program(client):
+        answers = [await client.send("/tokenize", {"inputs": "a " * 9000}), await client.send("/decode", {"ids": [5]})]
+        return answers[0].headers["server-timing"], (await client.send("/metrics", method="GET")).body.decode()
+
+    timing, page = asgi.run(app(engine), program)
+    assert float(re.search(r"tokenize;dur=(\d+\.\d)", timing)[1]) > 0
+    assert "te_request_tokenization_duration_count 2.0" in page
 
 
 def test_the_live_route_needs_no_key(engine):

@@ -79,7 +79,9 @@ def tokens_of(
     """Of each text its tokens: id, text, special, and the characters where it stands; null for a special one.
 
     `check(tokens)` raises where there are too many; the tokenizer cuts what are too many in one text.
+    Raises UnicodeEncodeError for what is not valid Unicode.
     """
+    "".join(texts).encode()  # the tokenizer would raise no more than a TypeError
     found, tokens = [], 0
     for text in texts:
         made = tokenizer.encode(as_far_as_needed(tokenizer, text), add_special_tokens=with_special)

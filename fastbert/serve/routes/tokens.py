@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import time
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,6 @@ from fastbert.data.tokenized import Tokenized
 from fastbert.data.windows.job import WindowJob, on_host
 from fastbert.serve import schemas
 from fastbert.serve.engine import WindowSequence
-from fastbert.serve.request_errors import RequestError
 from fastbert.serve.routes.token_ids import check_ids, tokens_of, whole_tokenizer
 
 if TYPE_CHECKING:
@@ -51,24 +50,21 @@ class TokenRoutes:
         return made
 
     async def tokenize(self, asked: schemas.TokenizeRequest) -> Any:
-        server, prompt = self.server, self.server.prompt(asked.prompt_name)
+        began, server = time.perf_counter(), self.server
+        prompt = server.prompt(asked.prompt_name)
         server.limits.check_count("inputs", asked.inputs)
         texts = [prompt + text for text in asked.inputs]
         check = partial(server.limits.check_tokens, "inputs")
-        try:
-            "".join(texts).encode()  # the tokenizer would raise no more than a TypeError
-            make = partial(tokens_of, self.tokenizer, texts, asked.add_special_tokens, check)
-            return (await server.tokenizing.run(make, texts, server.limits.timeout_s))[0]
-        except UnicodeEncodeError as error:
-            raise RequestError("tokenizer", f"inputs: not valid Unicode: {error}") from None
-        except TimeoutError:
-            raise server.limits.late() from None
+        make = partial(tokens_of, self.tokenizer, texts, asked.add_special_tokens, check)
+        return await server.run_tokenizer("inputs", texts, began, make)
 
     async def decode(self, asked: schemas.DecodeRequest) -> Any:
-        self.server.limits.check_count("ids", asked.ids)
-        check_ids("ids", asked.ids, self.server.words)
-        skips = asked.skip_special_tokens
-        return await asyncio.to_thread(lambda: self.tokenizer.decode_batch(asked.ids, skip_special_tokens=skips))
+        began, server, ids = time.perf_counter(), self.server, asked.ids
+        server.limits.check_count("ids", ids)
+        server.limits.check_tokens("ids", sum(map(len, ids)))
+        check_ids("ids", ids, server.words)
+        make = partial(self.tokenizer.decode_batch, ids, skip_special_tokens=asked.skip_special_tokens)
+        return await server.run_tokenizer("ids", ids, began, make)
 
     async def embed_all(self, asked: schemas.TokensRequest) -> Any:
         """A vector for each token of each input."""
