@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,14 +17,60 @@ from fastbert.sentences.scorer import SequenceScorer
 from fastbert.serve import json_text
 from fastbert.serve.engine import Engine
 
+PART = 1 << 16  # bytes, between which others have their turn
+AT_ONCE = 4096  # numbers, or entries of a list, to JSON: other requests wait for so many
 
-def as_json(content: Any) -> Response:
-    return Response(json_text.dumps(content), media_type="application/json")
+
+async def as_json(content: Any) -> Response:
+    """The answer. A large one is made part by part: orjson holds Python's other threads up, so none could make it."""
+    body = bytearray()
+    for part in json_parts(content):
+        if len(body) // PART < (len(body) + len(part)) // PART:
+            await asyncio.sleep(0)
+        body += part
+    return Response(memoryview(body), media_type="application/json")  # `bytes` of it would be one more large copy
+
+
+def json_parts(content: Any) -> Iterator[bytes]:
+    """What json_text.dumps gives, in parts. The entries of a list are all alike."""
+    if _is_small(content):
+        yield json_text.dumps(content)
+    elif isinstance(content, dict):
+        for i, (name, value) in enumerate(content.items()):
+            yield (b"," if i else b"{") + json_text.dumps(name) + b":"
+            yield from json_parts(value)
+        yield b"}"
+    elif len(content) and (isinstance(content, np.ndarray) or _is_small(content[0])):
+        step = max(1, AT_ONCE // np.size(content[0]))
+        for i in range(0, len(content), step):
+            yield (b"," if i else b"[") + json_text.dumps(content[i : i + step])[1:-1]
+        yield b"]"
+    else:
+        yield b"["
+        for i, entry in enumerate(content):
+            if i:
+                yield b","
+            yield from json_parts(entry)
+        yield b"]"
+
+
+def _is_small(value: Any) -> bool:
+    """A number, a text or null, or an object of these."""
+    if isinstance(value, dict):
+        return all(not isinstance(entry, dict) and _is_small(entry) for entry in value.values())
+    return not isinstance(value, list | tuple | np.ndarray)
 
 
 def unit_length(vectors: np.ndarray) -> np.ndarray:
     """Rows of length 1, the same numbers as SentenceEncoder's; a zero row stays zero."""
     return Normalize()(torch.from_numpy(vectors)).numpy()
+
+
+def finished(vectors: np.ndarray, dimensions: int | None, normalize: bool) -> np.ndarray:
+    """The first `dimensions` numbers of each, and then of length 1."""
+    if dimensions is not None:
+        vectors = np.ascontiguousarray(vectors[:, :dimensions])
+    return unit_length(vectors) if normalize else vectors
 
 
 def ranking(

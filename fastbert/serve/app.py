@@ -24,7 +24,7 @@ from fastbert.sentences.spans.question_answerer import QuestionAnswerer
 from fastbert.sentences.text_model import Aggregate, InferenceOptions
 from fastbert.serve import schemas
 from fastbert.serve.admission import AdmissionControl
-from fastbert.serve.answers import as_json, by_pipeline, encoded, predictions, ranking, unit_length
+from fastbert.serve.answers import as_json, by_pipeline, encoded, finished, predictions, ranking, unit_length
 from fastbert.serve.batching import Batcher, ComputeError
 from fastbert.serve.engine import Engine, WindowSequence
 from fastbert.serve.limits import Limits
@@ -146,15 +146,16 @@ class Server:
         return answer
 
     async def _answer(self, route: Route, content: dict[str, Any]) -> Response:
-        return as_json(await route.handle(schemas.parse(content, route.request)))
+        return await as_json(await route.handle(schemas.parse(content, route.request)))
 
     async def embed(self, asked: schemas.EmbedRequest) -> Any:
-        self.check_dimensions(asked.dimensions)
+        width = self.width(asked.dimensions)
+        self.limits.check_count("inputs", asked.inputs, width=width)
         options = self._options(asked.windows, self.prompt(asked.prompt_name))
         if options.windows is not None and isinstance(asked.inputs, schemas.Ids):
             raise RequestError("validation", "windows: they are of texts, and inputs are token ids")
         rows = await self._rows("inputs", asked.inputs, asked, options)
-        return encoded(self.vectors(rows, asked.dimensions, asked.normalize), asked.encoding_format)
+        return encoded(finished(rows, asked.dimensions, asked.normalize), asked.encoding_format)
 
     async def similarity(self, asked: schemas.SimilarityRequest) -> Any:
         """The cosine of the first text's vector with those of the others."""
@@ -167,10 +168,12 @@ class Server:
     async def chunks(self, asked: schemas.ChunksRequest) -> Any:
         if asked.windows is False:
             raise RequestError("validation", "windows: chunks are windows: it is true, or an object")
-        self.check_dimensions(asked.dimensions)
-        options, inputs = self._options(asked.windows, self.prompt(asked.prompt_name), base=CHUNKS), asked.inputs
-        made = await self._run_job("inputs", inputs, lambda model: chunks_job(model, inputs, options, asked.late))
-        vectors = self.vectors(made.vectors, asked.dimensions, asked.normalize)
+        inputs, width = asked.inputs, self.width(asked.dimensions)
+        options = self._options(asked.windows, self.prompt(asked.prompt_name), base=CHUNKS)
+        made = await self._run_job(
+            "inputs", inputs, lambda model: chunks_job(model, inputs, options, asked.late), width
+        )
+        vectors = finished(made.vectors, asked.dimensions, asked.normalize)
         found: list[list[dict[str, Any]]] = [[] for _ in inputs]
         places = (each.tolist() for each in (made.documents, made.starts, made.ends))
         for vector, i, start, end in zip(vectors, *places, strict=True):
@@ -225,7 +228,7 @@ class Server:
         says: dict[str, Any] = {"dim": self.engine.width} if self.engine.kind in ("embedding", "sparse") else {}
         if labels:
             says = {"id2label": labels, "label2id": {label: int(i) for i, label in labels.items()}}
-        return as_json(
+        return await as_json(
             {
                 "model_id": self.engine.name,
                 "model_dtype": str(model.dtype).removeprefix("torch."),
@@ -341,12 +344,16 @@ class Server:
             self._cutting[side] = await asyncio.to_thread(cutting_at, self.engine, side)
         return self._cutting[side]
 
-    async def _run_job(self, field: str, inputs: list[Any], make: Callable[[Any], WindowJob[Any]]) -> Any:
-        """What the job that `make(model)` gives says of the inputs. Raises RequestError as `_run`."""
+    async def _run_job(
+        self, field: str, inputs: list[Any], make: Callable[[Any], WindowJob[Any]], width: int = 0
+    ) -> Any:
+        """What the job that `make(model)` gives says of the inputs, `width` numbers of each window. Raises RequestError
+        as `compute`, and for too many numbers.
+        """
         start = time.perf_counter()
         self._come(inputs)
         self.limits.check_count(field, inputs)
-        cut = self.limits.cutting(field, partial(make, self.engine.model))
+        cut = self.limits.cutting(field, partial(make, self.engine.model), width)
         try:
             job = await self.run_tokenizer(field, inputs, start, cut)
         except InputError as error:
@@ -380,13 +387,9 @@ class Server:
     def _come(self, inputs: list[Any]) -> None:
         self.metrics.requests.labels("single" if len(inputs) == 1 else "batch").inc()
 
-    def check_dimensions(self, dimensions: int | None) -> None:
+    def width(self, dimensions: int | None) -> int:
+        """Of vectors of which so many `dimensions` are asked for. Raises RequestError: they have fewer."""
         width = self.engine.width
         if dimensions is not None and dimensions > width:
             raise RequestError("validation", f"dimensions is {dimensions}; the model's vectors have {width}")
-
-    def vectors(self, vectors: np.ndarray, dimensions: int | None, normalize: bool) -> np.ndarray:
-        """The first `dimensions` numbers of each, and then of length 1."""
-        if dimensions is not None:
-            vectors = np.ascontiguousarray(vectors[:, :dimensions])
-        return unit_length(vectors) if normalize else vectors
+        return width if dimensions is None else dimensions

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 from fastbert.data.windows import CHECK
 from fastbert.serve.request_errors import RequestError
 
+MAX_NUMBERS = 1 << 23  # of the vectors of an answer: 2,048 of 4,096
+
 Made = TypeVar("Made")
 
 
@@ -25,13 +27,16 @@ class Limits:
     timeout_s: float = 60.0
     auto_truncate: bool = False
 
-    def check_count(self, field: str, inputs: Sequence[Any], limit: int | None = None) -> None:
-        """Whether there are inputs, and no more than `limit`; None: as many as most routes take."""
+    def check_count(self, field: str, inputs: Sequence[Any], limit: int | None = None, width: int = 0) -> None:
+        """Whether there are inputs, and no more than `limit`; None: as many as most routes take. width: numbers of an
+        answer for each.
+        """
         limit = self.max_client_batch_size if limit is None else limit
         if not inputs:
             raise RequestError("empty", f"{field} is empty")
         if len(inputs) > limit:
             raise RequestError("validation", f"{field} has {len(inputs)} texts; a request may have {limit}")
+        self.check_numbers(field, len(inputs), width)
 
     def check_tokens(self, field: str, tokens: int) -> None:
         """`tokens`: of all texts and windows, or of those that were counted so far."""
@@ -39,11 +44,23 @@ class Limits:
         if tokens > limit:
             raise RequestError("too_large", f"{field} has more than the {limit:,} tokens that a request may have")
 
-    def cutting(self, field: str, make: Callable[[], Made]) -> Callable[[], Made]:
-        """`make`, which cuts texts into windows, and now builds none if there would be too many."""
+    def check_numbers(self, field: str, vectors: int, width: int) -> None:
+        """Whether the `vectors` of an answer, or those of it that were counted so far, are not too many."""
+        if vectors * width > MAX_NUMBERS:
+            told = f"{field} would have at least {vectors:,} vectors of {width:,} numbers"
+            raise RequestError("too_large", f"{told}; an answer may have {MAX_NUMBERS:,} numbers in all")
+
+    def cutting(self, field: str, make: Callable[[], Made], width: int = 0) -> Callable[[], Made]:
+        """`make`, which cuts texts into windows, and now builds none if there would be too many. width: numbers of an
+        answer for each window.
+        """
+
+        def check(windows: int, tokens: int) -> None:
+            self.check_tokens(field, tokens)
+            self.check_numbers(field, windows, width)
 
         def checked() -> Made:
-            before = CHECK.set(lambda windows, tokens: self.check_tokens(field, tokens))
+            before = CHECK.set(check)
             try:
                 return make()
             finally:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fastbert.serve import schemas
-from fastbert.serve.answers import as_json, encoded, ranking
+from fastbert.serve.answers import as_json, encoded, finished, ranking
 from fastbert.serve.request_errors import RequestError
 
 if TYPE_CHECKING:
@@ -27,9 +27,10 @@ class ApiRoutes:
 
     async def embeddings(self, asked: schemas.OpenAIRequest) -> Any:
         self.check_model(asked.model)
-        self.server.check_dimensions(asked.dimensions)
+        width = self.server.width(asked.dimensions)
+        self.server.limits.check_count("input", asked.input, API_INPUTS, width)
         made = await self.server.tokenized("input", asked.input, self.server.prompt(None), limit=API_INPUTS)
-        vectors = self.server.vectors(np.stack(await self.server.compute(made)), asked.dimensions, True)
+        vectors = finished(np.stack(await self.server.compute(made)), asked.dimensions, True)
         rows, tokens = encoded(vectors, asked.encoding_format), sum(made.lengths)
         return {
             "object": "list",
@@ -52,11 +53,11 @@ class ApiRoutes:
         return {"id": str(uuid.uuid4()), "model": self.server.engine.name, "results": found, "usage": usage}
 
     async def models(self, request: Request) -> Response:
-        return as_json({"object": "list", "data": [self._as_model()]})
+        return await as_json({"object": "list", "data": [self._as_model()]})
 
     async def model(self, request: Request) -> Response:
         self.check_model(request.path_params["name"])
-        return as_json(self._as_model())
+        return await as_json(self._as_model())
 
     def _as_model(self) -> dict[str, Any]:
         return {"id": self.server.engine.name, "object": "model", "created": 0, "owned_by": "fastbert"}

@@ -84,7 +84,8 @@ def tokens_of(
     "".join(texts).encode()  # the tokenizer would raise no more than a TypeError
     found, tokens = [], 0
     for text in texts:
-        made = tokenizer.encode(as_far_as_needed(tokenizer, text), add_special_tokens=with_special)
+        part = as_far_as_needed(tokenizer, text)
+        (made,) = tokenizer.encode_batch([part], add_special_tokens=with_special)  # `encode` holds other threads up
         tokens += len(made) + sum(map(len, made.overflowing))
         check(tokens)
         rows: list[dict[str, Any]] = []

@@ -70,6 +70,7 @@ class TokenRoutes:
         """A vector for each token of each input."""
         server = self.server
         made = await server.tokenized("inputs", asked.inputs, server.prompt(asked.prompt_name), asked)
+        server.limits.check_numbers("inputs", sum(made.lengths), server.engine.model.model.config.hidden_size)
         job = states_job(server.engine.model, made.sequences)
         return await server.compute(replace(made, sequences=[WindowSequence(job, i) for i in range(len(made.lengths))]))
 
