@@ -8,19 +8,24 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
+
+import anyio
 
 INLINE = 2000  # characters, or ids; to tokenise more would hold up the other requests: a thread does it
 LARGE = 1 << 17  # more may take a hundred times their memory: one request after the other
+MIDDLE_THREADS = 4  # for what is between; a text takes all cores by itself, so more would gain nothing
+LONG_S = 0.1  # what took so long has made much, of whatever size it is
 
 Made = TypeVar("Made")
 
 
 class Tokenizing:
-    """Runs what tokenises, in threads, and gives memory back."""
+    """Runs what tokenises, in threads of its own, and gives memory back. Results have other threads."""
 
     def __init__(self) -> None:
-        self._large = ThreadPoolExecutor(1)  # a long text takes all cores by itself
+        self._middle, self._large = _Threads(MIDDLE_THREADS), _Threads(1)
 
     async def run(self, make: Callable[[], Made], inputs: Sequence[Any], timeout_s: float) -> tuple[Made, float]:
         """(what `make()` gives, which tokenises the inputs, the seconds that it took). Raises TimeoutError: it waited
@@ -29,12 +34,24 @@ class Tokenizing:
         size = sum(sum(map(len, one)) if isinstance(one, tuple) else len(one) for one in inputs)
         if size <= INLINE:
             return _timed(make)
-        run, executor = (_giving_back, self._large) if size > LARGE else (_timed, None)
-        running = asyncio.get_running_loop().run_in_executor(executor, run, make)
-        try:
-            return await asyncio.wait_for(running, timeout_s)
-        except asyncio.TimeoutError:  # which is not TimeoutError in Python 3.10
-            raise TimeoutError from None
+        threads = self._large if size > LARGE else self._middle
+        with anyio.fail_after(timeout_s):
+            return await threads.run(partial(_giving_back, make, size > LARGE))
+
+
+class _Threads:
+    """Threads that are given no more work than they do. What waits for one waits here, and leaves nothing behind when
+    its client has gone: the queue of an executor would keep its texts.
+    """
+
+    def __init__(self, count: int):
+        self._executor, self._free = ThreadPoolExecutor(count), asyncio.Semaphore(count)
+
+    async def run(self, work: Callable[[], Made]) -> Made:
+        await self._free.acquire()
+        running = asyncio.get_running_loop().run_in_executor(self._executor, work)
+        running.add_done_callback(lambda _: self._free.release())
+        return await asyncio.shield(running)  # a thread goes on, whoever has gone
 
 
 def _timed(make: Callable[[], Made]) -> tuple[Made, float]:
@@ -43,11 +60,12 @@ def _timed(make: Callable[[], Made]) -> tuple[Made, float]:
     return made, time.perf_counter() - start
 
 
-def _giving_back(make: Callable[[], Made]) -> tuple[Made, float]:
+def _giving_back(make: Callable[[], Made], is_large: bool) -> tuple[Made, float]:
+    start = time.perf_counter()
     try:
         return _timed(make)
     finally:
-        if _trim is not None:
+        if _trim is not None and (is_large or time.perf_counter() - start > LONG_S):
             _trim(0)
 
 
