@@ -11,6 +11,7 @@ import pytest
 from test_tokenized import tokenizer_of_words
 from test_windows import texts_of, trained
 from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers.trainers import BpeTrainer
 
 from fastbert.data.long_texts import pairs, pieces
 from fastbert.data.long_texts.pairs import CutPair, encode
@@ -47,6 +48,53 @@ def test_what_is_cut_has_the_tokens_of_the_whole(kind, side, monkeypatch):
             assert made.cut == [i for i, one in enumerate(expected) if one.overflowing]
         monkeypatch.undo()
     assert sum(isinstance(one, CutPair) for one in encode(tokenizer, inputs)) == 10
+
+
+@pytest.mark.parametrize("kind", ("wordpiece", "bytes", "unigram", "no pre-tokenizer"))
+def test_texts_without_a_blank_between_words_are_parted_where_their_tokens_allow_it(kind, monkeypatch):
+    """Signs, ideographs and lines; rows of the same sign, of which a token may have several."""
+    monkeypatch.setattr(pieces, "PIECE_CHARS", 300)
+    monkeypatch.setattr(pieces, "PLACES_TO_TRY", 5)
+    tokenizer = trained(kind)
+    if kind == "bytes":
+        signs = "!!!! ???? .... \u4e2d\u6587\u4e2d\u6587 " * 9
+        tokenizer.train_from_iterator([signs, LONG], BpeTrainer(vocab_size=800))
+    tokenizer.add_tokens(["! !", "the the"])
+    parted = set()
+    for name, text in WITHOUT_BLANKS.items():
+        whole = tokenizer.encode(text, add_special_tokens=False)
+        for side in ("right", "left"):
+            found = list(pieces_of(tokenizer, text, side))
+            assert "".join(found[:: 1 if side == "right" else -1]) == text
+            made = tokenizer.encode_batch(found, add_special_tokens=False)[:: 1 if side == "right" else -1]
+            assert [i for one in made for i in one.ids] == whole.ids, (name, side)
+            if len(found) > 2:
+                parted.add(name)
+            else:
+                assert len(found) == 1 and name not in parted, (name, side, len(found))
+    assert parted == PARTED[kind]
+
+
+WITHOUT_BLANKS = {
+    "signs": "! ? " * 300,
+    "added": "! " * 601,
+    "added words": "the " * 301,
+    "row": "!" * 1201,
+    "ideographs": "\u4e2d\u6587" * 600,
+    "same ideograph": "\u4e2d" * 1201,
+    "chinese": "\u4e2d\u6587\uff0c\u4e2d\u3002" * 240,
+    "lines": "a\nthe cat.\n" * 110,
+    "tabs": "dog\t" * 300,
+    "emoji": "\U0001f600" * 1200,
+    "white space": "a" + " " * 1200 + "b",
+    "digits": "1234567" * 170,
+}
+PARTED = {
+    "wordpiece": {"signs", "row", "ideographs", "same ideograph", "chinese", "lines", "tabs"},
+    "bytes": {"signs", "chinese", "lines", "tabs"},
+    "unigram": {"signs"},
+    "no pre-tokenizer": set(),
+}
 
 
 @pytest.mark.parametrize("side", ("right", "left"))

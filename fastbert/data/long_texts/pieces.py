@@ -9,9 +9,15 @@ from itertools import islice
 from tokenizers import Tokenizer
 
 PIECE_CHARS = 1 << 14  # of a long text; what is read of a piece holds up Python's other threads for milliseconds
-AROUND = 200  # characters on each side of a blank whose tokens are compared
+AROUND = 200  # characters behind a place whose tokens are compared
+BEFORE = (200, 61, 53, 47)  # and before it: rows of words of any length are begun with odd and even numbers of them
 PLACES_TO_TRY = 50
-_BLANK = re.compile(r"(?<=\w) (?=\w)")
+_CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+# Most tokenizers take words one by one between blanks; others are before white space, around signs, between ideographs.
+_PLACES = (
+    re.compile(r"(?<=\w)(?= \w)"),
+    re.compile(rf"(?<=\S)(?=\s\S)|(?<=[^\w\s])(?=\S)|(?<=\w)(?=[^\w\s])|(?<=[{_CJK}])(?=[{_CJK}])"),
+)
 
 
 def uncut(tokenizer: Tokenizer) -> Tokenizer:
@@ -36,8 +42,8 @@ def is_long(chars: int) -> bool:
 
 def partings(tokenizer: Tokenizer, text: str) -> Iterator[int]:
     """Places at which a text can be parted into pieces with the tokens that they have in the whole text, by an `uncut`
-    tokenizer. These are blanks, if the tokenizer looks at the words before and behind a blank one by one; and each time
-    it is looked whether the tokens around it are the same. They end where there is no such blank.
+    tokenizer. It looks at the words before and behind such a place one by one, and the tokens around it are the same in
+    both ways. They end where there is no such place.
     """
     at = 0
     while is_long(len(text) - at) and (found := _parting(tokenizer, text, at + PIECE_CHARS)) is not None:
@@ -90,15 +96,37 @@ def _count(tokenizer: Tokenizer, text: str) -> int:
 
 
 def _parting(tokenizer: Tokenizer, text: str, after: int) -> int | None:
-    """The first blank behind `after` at which the text can be parted."""
+    """The first place behind `after` at which the text can be parted: between words if there is one near."""
     pre_tokenizer = tokenizer.pre_tokenizer
     if pre_tokenizer is None or len(pre_tokenizer.pre_tokenize_str("ab cd")) < 2:
         return None
-    for found in islice(_BLANK.finditer(text, after), PLACES_TO_TRY):
-        at = found.start()
-        left, right = text[at - AROUND : at], text[at : at + AROUND]
-        whole, before, behind = tokenizer.encode_batch([left + right, left, right], add_special_tokens=False)
-        offsets = before.offsets + [(a + len(left), b + len(left)) for a, b in behind.offsets]
-        if whole.ids == before.ids + behind.ids and whole.offsets == offsets:
-            return at
+    for stop in (after + PIECE_CHARS, len(text)):
+        for places in _PLACES:
+            for found in islice(places.finditer(text, after, stop), PLACES_TO_TRY):
+                if _is_parted(tokenizer, text, found.start()):
+                    return found.start()
     return None
+
+
+def _is_parted(tokenizer: Tokenizer, text: str, at: int) -> bool:
+    """Whether the tokenizer looks at the words before and behind `at` one by one, and parts have the same tokens.
+
+    Equal tokens alone do not tell: of a long row of the same sign it depends on where it begins which of them are one
+    token. An added token may have several words, which is why several begins are tried.
+    """
+    right, lefts = text[at : at + AROUND], [text[max(0, at - chars) : at] for chars in BEFORE]
+    if _words(tokenizer, lefts[0] + right) != _words(tokenizer, lefts[0]) + _words(tokenizer, right):
+        return False
+    texts = [right, *(part for left in lefts for part in (left, left + right))]
+    behind, *others = tokenizer.encode_batch(texts, add_special_tokens=False)
+    for left, before, whole in zip(lefts, others[::2], others[1::2], strict=True):
+        offsets = before.offsets + [(a + len(left), b + len(left)) for a, b in behind.offsets]
+        if whole.ids != before.ids + behind.ids or whole.offsets != offsets:
+            return False
+    return True
+
+
+def _words(tokenizer: Tokenizer, text: str) -> list[str]:
+    normalizer = tokenizer.normalizer
+    normal = text if normalizer is None else normalizer.normalize_str(text)
+    return [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(normal)]

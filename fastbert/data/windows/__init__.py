@@ -344,7 +344,7 @@ class Cutter:
         if is_long(len(text) - start):
             warnings.warn(
                 f"fastbert: {len(text) - start:,} characters of a text are tokenised at once, which takes memory:"
-                " there is no blank at which it is known that its tokens do not depend on what stands before",
+                " there is no place at which it is known that its tokens do not depend on what stands before",
                 stacklevel=2,
             )
         yield slice(start, len(text))
