@@ -17,10 +17,11 @@ from tokenizers import Tokenizer
 
 from fastbert.data.budget import batch_tokens_of, token_batches
 from fastbert.data.long_texts.pairs import Text, encode
+from fastbert.data.long_texts.pieces import groups
 from fastbert.packed_inputs import PackedInputs, pack_inputs
 from fastbert.packing import PackedBatch
 
-CHUNK_TEXTS = 4096  # tokenised at a time: an Encoding takes much more memory than its ids
+CHUNK_TEXTS = 4096  # tokenised at a time, at most
 CHUNK_INPUTS = 1024  # that share batches: those of a long file are the same, read whole or so many at a time
 
 Output = TypeVar("Output")
@@ -76,9 +77,9 @@ def tokenize(tokenizer: Tokenizer, inputs: Sequence[Text], *, with_types: bool) 
     """The tokens of texts, or of pairs of texts, cut to the length that the tokenizer's `truncation` allows."""
     ids, types, lengths, cut = [], [], list[int](), list[int]()
     longest = (tokenizer.truncation or {}).get("max_length")
-    for start in range(0, len(inputs), CHUNK_TEXTS):
-        made = encode(tokenizer, inputs[start : start + CHUNK_TEXTS])
-        cut += [i for i, one in enumerate(made, start) if len(one) == longest and one.overflowing]
+    for group in groups(inputs, CHUNK_TEXTS):
+        made = encode(tokenizer, inputs[group])
+        cut += [i for i, one in enumerate(made, group.start) if len(one) == longest and one.overflowing]
         sizes = [len(one) for one in made]
         total = sum(sizes)
         lengths += sizes

@@ -312,7 +312,7 @@ class Server:
             check_ids(field, inputs, self.words)
             make = partial(sequences_of_ids, engine.model, inputs, prompt)
         else:
-            make = partial(engine.tokenize, inputs, prompt)
+            make = partial(engine.tokenize, inputs, prompt, cuts)
         sequences, lengths, cut = await self.run_tokenizer(field, inputs, began, make)
         if cut is not None and not cuts:
             name = f"{field}[{cut}]" if first is None else f"{field}[{cut - 1}]" if cut else first

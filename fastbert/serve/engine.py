@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from fastbert.checkpoint.pretrained import is_classifier, read_config
+from fastbert.data.long_texts.pieces import groups
 from fastbert.data.sentence_folder import is_splade, transformer_folder
-from fastbert.data.tokenized import pack
+from fastbert.data.tokenized import CHUNK_TEXTS, pack
 from fastbert.data.windows.job import WindowJob
 from fastbert.hub import resolve
 from fastbert.sentences import Reranker, SentenceEncoder, SparseEncoder, TextClassifier
@@ -44,13 +45,23 @@ class Engine:
     def width(self) -> int:
         return self.model.dim if isinstance(self.model, SentenceEncoder | SparseEncoder) else len(self.labels)
 
-    def tokenize(self, inputs: list[Any], prompt: str = "") -> tuple[list[Any], list[int], int | None]:
-        """(sequences, their lengths, the first that was cut or None) of texts or pairs.
+    def tokenize(
+        self, inputs: list[Any], prompt: str = "", cuts: bool = True
+    ) -> tuple[list[Any], list[int], int | None]:
+        """(sequences, their lengths, the first that was cut or None) of texts or pairs; unless it `cuts` them, of those
+        up to the first that is too long, or of some behind it.
 
         Raises UnicodeEncodeError for what is not valid Unicode.
         """
-        made = self.model.tokenize(inputs, prompt)
-        return list(made), made.lengths.tolist(), made.cut[0] if made.cut else None
+        sequences, lengths, cut = list[Any](), list[int](), list[int]()
+        for group in groups(inputs, CHUNK_TEXTS):
+            made = self.model.tokenize(inputs[group], prompt)
+            sequences += made
+            lengths += made.lengths.tolist()
+            cut += [group.start + i for i in made.cut[:1]]
+            if cut and not cuts:
+                break
+        return sequences, lengths, cut[0] if cut else None
 
     def compute(self, sequences: list[Any]) -> list[np.ndarray]:
         """Of each sequence its vector, or its logits; or what its job makes of a window.

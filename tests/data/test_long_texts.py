@@ -15,7 +15,7 @@ from tokenizers.trainers import BpeTrainer
 
 from fastbert.data.long_texts import pairs, pieces
 from fastbert.data.long_texts.pairs import CutPair, encode
-from fastbert.data.long_texts.pieces import as_far_as_needed, pieces_of, uncut
+from fastbert.data.long_texts.pieces import as_far_as_needed, groups, pieces_of, uncut
 from fastbert.data.tokenized import tokenize, tokenize_one
 
 LONG = " ".join(texts_of(200))
@@ -47,7 +47,7 @@ def test_what_is_cut_has_the_tokens_of_the_whole(kind, side, monkeypatch):
                     assert found["token_type_ids"].tolist() == one.type_ids, inputs[i]
             assert made.cut == [i for i, one in enumerate(expected) if one.overflowing]
         monkeypatch.undo()
-    assert sum(isinstance(one, CutPair) for one in encode(tokenizer, inputs)) == 10
+    assert sum(isinstance(one, CutPair) for one in encode(tokenizer, inputs)) == 25
 
 
 @pytest.mark.parametrize("kind", ("wordpiece", "bytes", "unigram", "no pre-tokenizer"))
@@ -120,6 +120,54 @@ def test_a_pair_that_is_cut_twice_takes_no_memory_by_the_square():
     made = tokenize(tokenizer, [(LONG, LONG)], with_types=True)
     assert made.lengths.tolist() == [30] and made.cut == [0]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KB
+
+
+def test_documents_of_one_query_take_no_memory_by_the_square():
+    """1,800 sequences for each of 30 documents, 280 MB in all, as `tokenizers` makes it of these."""
+    tokenizer = with_special("wordpiece")
+    tokenizer.enable_truncation(30)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    made = tokenize(tokenizer, [("! " * 30, "? " * i + "! " * 8000) for i in range(30)], with_types=True)
+    assert made.lengths.tolist() == [30] * 30 and len(made.cut) == 30
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KB
+
+
+@pytest.mark.parametrize("query", (" ".join(WORDS[:40]), LONG), ids=("short", "long"))
+def test_a_text_of_many_pairs_is_read_once(query, monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE_CHARS", 300)
+    tokenizer, read = with_special("wordpiece"), []
+    tokenizer.enable_truncation(30)
+
+    class Counting:
+        def __init__(self, made: Tokenizer):
+            self.made = made
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.made, name)
+
+        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+            read.extend(texts)
+            return self.made.encode_batch_fast(texts, **options)
+
+    monkeypatch.setattr(pairs, "uncut", lambda one: Counting(uncut(one)))
+    documents = [" ".join(WORDS[i : i + 60]) for i in range(30)]
+    tokenize(tokenizer, [(query, document) for document in documents], with_types=True)
+    assert set(documents) < set(read) and len(read) == len(set(read))
+    assert sum(text in query for text in read if text not in documents) == 1
+
+
+def test_texts_are_tokenised_some_at_a_time(monkeypatch):
+    """By the characters of their different texts, and by their number."""
+    texts = ["a" * 40, "b" * 70, "c" * 10, "c" * 10, *["q"] * 5]
+    pairs = [("q" * 60, "a" * 30), ("q" * 60, "b" * 30), ("q" * 60, "c" * 30)]
+    for chars, most, inputs, sizes in (
+        (100, 9, texts, [2, 7]), (1000, 4, texts, [4, 4, 1]), (1, 9, texts[:3], [1, 1, 1]), (100, 9, pairs, [2, 1]),
+        (120, 9, pairs, [2, 1]), (121, 9, pairs, [3]), (100, 9, [], []),
+    ):  # fmt: skip
+        monkeypatch.setattr(pieces, "CHARS_AT_ONCE", chars)
+        found = list(groups(inputs, most))
+        assert [one.stop - one.start for one in found] == sizes, (chars, most)
+        assert [one for part in found for one in inputs[part]] == inputs
 
 
 def test_a_pair_has_two_types_where_no_special_tokens_part_its_texts():

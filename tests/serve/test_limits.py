@@ -66,6 +66,21 @@ def test_too_many_token_ids_are_not_copied(engine, monkeypatch):
     assert answer.status == 413 and "inputs has more than the 79 tokens" in answer.json["error"]
 
 
+def test_behind_a_text_that_is_refused_none_is_tokenised(engine, monkeypatch):
+    monkeypatch.setattr(pieces, "CHARS_AT_ONCE", 100)
+    tokenize, read = engine.model.tokenize, list[int]()
+    monkeypatch.setattr(
+        engine.model, "tokenize", lambda inputs, *more: read.append(len(inputs)) or tokenize(inputs, *more)
+    )
+    content = {"inputs": ["a", "a dog", "a " * 99, *["the cat " * 20] * 9]}
+    assert send(engine, "/embed", content).json["error"].startswith("inputs[2] has more than 64 tokens")
+    assert read == [3]
+    answer = send(engine, "/embed", content | {"truncate": True})
+    assert answer.status == 200 and sum(read[1:]) == 12
+    alone = send(engine, "/embed", {"inputs": content["inputs"][3]})
+    assert answer.json[3] == answer.json[11] == pytest.approx(alone.json[0], abs=1e-5)
+
+
 def test_a_long_text_is_refused_by_its_beginning(engine, monkeypatch):
     """And one that is cut is tokenised no further."""
     monkeypatch.setattr(pieces, "PIECE_CHARS", 500)

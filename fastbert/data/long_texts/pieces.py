@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from tokenizers import Tokenizer
 
 PIECE_CHARS = 1 << 14  # of a long text; what is read of a piece holds up Python's other threads for milliseconds
+CHARS_AT_ONCE = 1 << 19  # tokenised at a time: an Encoding takes a hundred times as much, until its ids are taken
 AROUND = 200  # characters behind a place whose tokens are compared
 BEFORE = (200, 61, 53, 47)  # and before it: rows of words of any length are begun with odd and even numbers of them
 PLACES_TO_TRY = 50
@@ -38,6 +39,22 @@ def uncut(tokenizer: Tokenizer) -> Tokenizer:
 def is_long(chars: int) -> bool:
     """Whether a text, or what is left of one, is to be parted."""
     return chars > 2 * PIECE_CHARS
+
+
+def groups(inputs: Sequence[str | tuple[str, str]], most: int) -> Iterator[slice]:
+    """Texts, or pairs of texts, that are tokenised at once: `most` of them, with CHARS_AT_ONCE in different texts. Of a
+    long one some pieces count: what is cut off is not read, and the rest not at once.
+    """
+    start, chars, texts = 0, 0, set[str]()
+    for i, one in enumerate(inputs):
+        for text in (one,) if isinstance(one, str) else one:
+            if text not in texts:
+                texts.add(text)
+                chars += min(len(text), 2 * PIECE_CHARS)
+        if chars >= CHARS_AT_ONCE or i + 1 - start == most or i + 1 == len(inputs):
+            yield slice(start, i + 1)
+            start, chars = i + 1, 0
+            texts.clear()
 
 
 def partings(tokenizer: Tokenizer, text: str) -> Iterator[int]:
@@ -75,18 +92,17 @@ def pieces_of(tokenizer: Tokenizer, text: str, direction: str = "right") -> Iter
     yield text[:at]
 
 
-def as_far_as_needed(tokenizer: Tokenizer, text: str, other: str = "") -> str:
+def as_far_as_needed(tokenizer: Tokenizer, text: str) -> str:
     """A text, if it is long without what the tokenizer's truncation cuts off anyway: what is left has more tokens than
-    a sequence may have, and than the `other` text of its pair.
+    a sequence may have.
     """
     if not is_long(len(text)) or (truncation := tokenizer.truncation) is None:
         return text
     counting, chars, tokens = uncut(tokenizer), 0, 0
-    most = max(truncation["max_length"], _count(counting, other))
     for piece in pieces_of(counting, text, truncation["direction"]):
         chars += len(piece)
         tokens += _count(counting, piece)
-        if tokens > most:
+        if tokens > truncation["max_length"]:
             break
     return text[:chars] if truncation["direction"] == "right" else text[len(text) - chars :]
 
