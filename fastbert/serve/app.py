@@ -313,7 +313,7 @@ class Server:
             make = partial(sequences_of_ids, engine.model, inputs, prompt)
         else:
             make = partial(engine.tokenize, inputs, prompt, cuts)
-        sequences, lengths, cut = await self.run_tokenizer(field, inputs, began, make)
+        sequences, lengths, cut = await self.run_tokenizer(inputs, began, make)
         if cut is not None and not cuts:
             name = f"{field}[{cut}]" if first is None else f"{field}[{cut - 1}]" if cut else first
             told = f"{name} has more than {engine.model.max_seq_length} tokens, the model's limit"
@@ -322,12 +322,10 @@ class Server:
             raise RequestError("validation", told)
         return Prepared(field, sequences, lengths, len(inputs), began)
 
-    async def run_tokenizer(self, field: str, inputs: list[Any], began: float, make: Callable[[], Made]) -> Made:
+    async def run_tokenizer(self, inputs: list[Any], began: float, make: Callable[[], Made]) -> Made:
         """What `make()`, which tokenises them, gives of the inputs of a request that came at `began`."""
         try:
             made, seconds = await self.tokenizing.run(make, inputs, self.limits.timeout_s)
-        except UnicodeEncodeError as error:
-            raise RequestError("tokenizer", f"{field}: not valid Unicode: {error}") from None
         except TimeoutError:
             raise self.limits.late() from None
         times = TIMES.get()
@@ -355,7 +353,7 @@ class Server:
         self.limits.check_count(field, inputs)
         cut = self.limits.cutting(field, partial(make, self.engine.model), width)
         try:
-            job = await self.run_tokenizer(field, inputs, start, cut)
+            job = await self.run_tokenizer(inputs, start, cut)
         except InputError as error:
             raise RequestError("validation", f"windows: {error}") from None
         sequences = [WindowSequence(job, i) for i in range(len(job.windows))]

@@ -50,8 +50,6 @@ class Engine:
     ) -> tuple[list[Any], list[int], int | None]:
         """(sequences, their lengths, the first that was cut or None) of texts or pairs; unless it `cuts` them, of those
         up to the first that is too long, or of some behind it.
-
-        Raises UnicodeEncodeError for what is not valid Unicode.
         """
         sequences, lengths, cut = list[Any](), list[int](), list[int]()
         for group in groups(inputs, CHUNK_TEXTS):

@@ -79,9 +79,7 @@ def tokens_of(
     """Of each text its tokens: id, text, special, and the characters where it stands; null for a special one.
 
     `check(tokens)` raises where there are too many; the tokenizer cuts what are too many in one text.
-    Raises UnicodeEncodeError for what is not valid Unicode.
     """
-    "".join(texts).encode()  # the tokenizer would raise no more than a TypeError
     found, tokens = [], 0
     for text in texts:
         part = as_far_as_needed(tokenizer, text)

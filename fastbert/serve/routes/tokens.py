@@ -56,7 +56,7 @@ class TokenRoutes:
         texts = [prompt + text for text in asked.inputs]
         check = partial(server.limits.check_tokens, "inputs")
         make = partial(tokens_of, self.tokenizer, texts, asked.add_special_tokens, check)
-        return await server.run_tokenizer("inputs", texts, began, make)
+        return await server.run_tokenizer(texts, began, make)
 
     async def decode(self, asked: schemas.DecodeRequest) -> Any:
         began, server, ids = time.perf_counter(), self.server, asked.ids
@@ -64,7 +64,7 @@ class TokenRoutes:
         server.limits.check_tokens("ids", sum(map(len, ids)))
         check_ids("ids", ids, server.words)
         make = partial(self.tokenizer.decode_batch, ids, skip_special_tokens=asked.skip_special_tokens)
-        return await server.run_tokenizer("ids", ids, began, make)
+        return await server.run_tokenizer(ids, began, make)
 
     async def embed_all(self, asked: schemas.TokensRequest) -> Any:
         """A vector for each token of each input."""
