@@ -29,12 +29,13 @@ def test_one_place_cuts_batches_by_a_number_of_tokens():
 
 
 def test_one_way_leads_from_texts_to_a_models_batches():
-    """A corpus is tokenised into a file, and what is cut into windows without a limit. `run_batches` runs batches of
+    """A corpus is tokenised into a file, what is cut into windows without a limit, and what /tokenize tells with the
+    places of tokens; of a long text it is looked how far it is needed. `run_batches` runs batches of
     texts; inspect runs the same texts many times, with gradients or with tokens masked; a benchmark draws its tokens,
     and runs other engines as their users do.
     """
-    tokenising = {"data/tokenized.py", "data/pretraining/corpus.py", "data/windows/__init__.py"}
-    tokenising |= {"bench/texts/contestants.py"}
+    tokenising = {"data/long_texts/pairs.py", "data/pretraining/corpus.py", "data/windows/__init__.py"}
+    tokenising |= {"bench/texts/contestants.py", "data/long_texts/pieces.py", "serve/routes/token_ids.py"}
     assert files_with(r"\.encode_batch(_fast)?\b") == tokenising
     many_times = {"inspect/attribution.py", "inspect/likelihood.py", "bench/comparison.py"}
     assert files_with(r"\btoken_batches\(") == {"data/budget.py", "data/tokenized.py", *many_times}
