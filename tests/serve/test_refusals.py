@@ -9,6 +9,7 @@ import pytest
 import tiny
 from test_routes import LONG, send
 
+from fastbert.serve.admission import PUBLIC
 from fastbert.serve.engine import load_engine
 
 CONTENT = {"inputs": "a dog"}
@@ -73,8 +74,14 @@ def test_the_scheme_of_a_key_may_have_any_case(engine):
     ):  # fmt: skip
         sent = {"options": {"api_key": "secret"}, "headers": {"authorization": given}}
         assert send(engine, "/embed", CONTENT, **sent).status == status, given
-    public = {"options": {"api_key": "secret"}, "method": "GET"}
-    assert send(engine, "/docs", **public).status == send(engine, "/openapi.json", **public).status == 200
+
+
+def test_without_the_key_nothing_is_taken_in(engine):
+    """Of a POST to what all may read, too: half of one would hold a place among the requests."""
+    for path in PUBLIC:
+        for method, status in (("GET", 200), ("HEAD", 200), ("OPTIONS", 405), ("POST", 401), ("DELETE", 401)):
+            sent = {"options": {"api_key": "secret"}, "method": method, "stalls": method == "POST"}
+            assert send(engine, path, **sent).status == status, (method, path)
 
 
 def test_an_error_advises_what_the_route_has(engine):
