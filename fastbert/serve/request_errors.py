@@ -31,6 +31,7 @@ STATUS = {
 }
 RETRY_AFTER_S = "1"
 TOLD = "fastbert.told"  # where the scope has what the request's line in the log says of an error
+MOST_CHARS = 400  # of a sentence: it may repeat what it refuses
 API = ("/v1/", "/v2/")  # below them are OpenAI's, Jina's and Cohere's routes
 
 
@@ -52,6 +53,12 @@ def status_at(path: str, status: int) -> int:
     return 400 if status == 422 and path.startswith(API) else status
 
 
+def shortened(message: str) -> str:
+    """Without the middle, if it is long: what was sent stands there, and what there is at the end."""
+    half = MOST_CHARS // 2
+    return message if len(message) <= MOST_CHARS else f"{message[: half - 3]}...{message[-half:]}"
+
+
 def error_response(
     scope: Mapping[str, Any],
     kind: str,
@@ -60,7 +67,7 @@ def error_response(
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     """OpenAI's form below /v1, elsewhere text-embeddings-inference's."""
-    path = route_path(scope)
+    path, message = route_path(scope), shortened(message)
     scope.get(TOLD, {}).update(kind=kind, error=message)
     status = status_at(path, STATUS[kind] if status is None else status)
     if path.startswith(API):

@@ -121,7 +121,7 @@ def _windows(value: Any) -> dict[str, Any] | bool:
     said = {name: int(entry) if is_whole(entry) else entry for name, entry in value.items() if entry is not None}
     for name, entry in said.items():
         if name not in _WINDOWS:
-            raise ValueError(f"unknown {name!r}; known are: {', '.join(_WINDOWS)}")
+            raise ValueError(f"unknown {reprlib.repr(name)}; known are: {', '.join(_WINDOWS)}")
         if not isinstance(entry, _WINDOWS[name]) or isinstance(entry, bool):
             raise ValueError(f"{name} is {kind_of(entry)}")
     return said
@@ -135,7 +135,7 @@ def _objects(value: Any, *names: str) -> list[dict[str, str]]:
             raise ValueError(f"entry {i} is no object with {' and '.join(names)}")
         for name, text in one.items():
             if name not in names:
-                raise ValueError(f"entry {i}: unknown {name!r}; known are: {', '.join(names)}")
+                raise ValueError(f"entry {i}: unknown {reprlib.repr(name)}; known are: {', '.join(names)}")
             if not isinstance(text, str):
                 raise ValueError(f"entry {i}: {name} is {kind_of(text)}, not a text")
     return found

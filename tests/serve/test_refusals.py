@@ -12,6 +12,7 @@ from test_routes import LONG, send
 from fastbert.serve.admission import PUBLIC
 from fastbert.serve.engine import load_engine
 
+LARGE = "x" * 100_000
 CONTENT = {"inputs": "a dog"}
 BODY = json.dumps(CONTENT).encode()
 
@@ -98,5 +99,20 @@ def test_an_error_advises_what_the_route_has(engine):
     assert "/embed" in nowhere and "/rerank" not in nowhere and "/answers" not in nowhere
     wide = send(engine, "/embed", {"inputs": "a" * 99_999, "dimensions": 33})  # before anything is tokenised
     assert wide.json["error"] == "dimensions is 33; the model's vectors have 32"
-    long_name = send(engine, "/embed", {"inputs": "a", "x" * 10_000: 1}).json["error"]
-    assert len(long_name) < 200 and "unknown field 'xxx" in long_name
+
+
+@pytest.mark.parametrize("path,content,begins,ends", (
+    ("/embed", {"inputs": "a", LARGE: 1}, "unknown field 'xxx", "encoding_format, windows"),
+    ("/embed", {"inputs": "a", "windows": {LARGE: 1}}, "windows: unknown 'xxx", "pool, limit, at"),
+    ("/embed", {"inputs": "a", "windows": {"pool": LARGE}}, "windows: pool of windows is 'xxx", "there are mean, max, top3, first"),
+    ("/embed", {"inputs": "a", "windows": {"length": 1e300}}, "windows: length", "takes 64 tokens"),
+    ("/embed", {"inputs": "a", "prompt_name": LARGE}, "prompt_name: unknown prompt 'xxx", "has: query, document"),
+    ("/embed", {"inputs": "a", "dimensions": 1e300}, "dimensions", "the model's vectors have 32"),
+    ("/embed", {"inputs": [1e300]}, "inputs[0][0] is 1000", "(with LangChain: check_embedding_ctx_length=False)"),
+    ("/v1/embeddings", {"input": "a", "model": LARGE}, "model 'xxx", "is"),
+    (f"/{LARGE}", {}, "POST /xxx", "take POST"),
+))  # fmt: skip
+def test_no_error_repeats_what_is_large(engine, path, content, begins, ends):
+    error = send(engine, path, content).json["error"]
+    error = error["message"] if path.startswith("/v1") else error
+    assert error.startswith(begins) and error.endswith(ends) and len(error) <= 400, error[:1000]
