@@ -28,6 +28,9 @@ STATUS = {
     "slow": 408,
     "timeout": 503,
     "stopping": 503,
+    "busy": 503,
+    "headers": 431,
+    "http": 400,
 }
 RETRY_AFTER_S = "1"
 TOLD = "fastbert.told"  # where the scope has what the request's line in the log says of an error

@@ -21,7 +21,7 @@ from fastbert.packed_weights import keep_packed_only
 from fastbert.serve.app import make_app
 from fastbert.serve.engine import load_engine
 from fastbert.serve.http.access_log import AccessLog, RequestLog
-from fastbert.serve.http.protocol import bounded
+from fastbert.serve.http.protocol import bounded, only_live
 from fastbert.serve.http.server import HttpServer
 from fastbert.serve.limits import Limits
 
@@ -81,13 +81,19 @@ def connections(requests: int) -> int:
 
 
 def make_server(
-    app: Any, limits: Limits, max_connections: int, on_open: Callable[[], None] = lambda: None, web: Web = Web()
+    app: Any,
+    limits: Limits,
+    max_connections: int,
+    on_open: Callable[[], None] = lambda: None,
+    web: Web = Web(),
+    log: Callable[[str], None] = lambda line: None,
 ) -> HttpServer:
+    logged = RequestLog(only_live(app), web.access_log, log)
     return HttpServer(
         uvicorn.Config(
-            app,
+            logged,
             lifespan="on",
-            http=bounded(limits.timeout_s, max_connections),
+            http=bounded(limits.timeout_s, max_connections, logged),
             ws="none",
             log_level="error",
             access_log=False,
@@ -151,8 +157,8 @@ def serve(
     what = f"{engine.kind}, {str(engine.model.dtype).removeprefix('torch.')}, {engine.model.device}"
     shown = f"{'https' if web.certfile else 'http'}://{shown}"
     serving = f"serving {engine.name} ({what}) at {shown}, described at {shown}/openapi.json"
-    logged = RequestLog(app, web.access_log, log)
-    server = make_server(logged, limits, connections(limits.max_concurrent_requests), lambda: say(serving), web)
+    most = connections(limits.max_concurrent_requests)
+    server = make_server(app, limits, most, lambda: say(serving), web, log)
     server.run(sockets=[bound])
     outcomes = app.state.outcomes
     cut_off = f", cut off {outcomes.cut_off}" if outcomes.cut_off else ""
