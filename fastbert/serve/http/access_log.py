@@ -8,16 +8,16 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
-from starlette.responses import Response
+from fastbert.serve.request_errors import TOLD, error_response, shortened
 
-from fastbert.serve.request_errors import TOLD, error_response
+if TYPE_CHECKING:
+    from starlette.responses import Response
 
 ID = b"x-request-id"
 _GIVEN = re.compile(rb"[\w.:-]{1,128}")  # of a proxy, or of a client: nothing that could be another line
-MESSAGE_CHARS = 300
 
 AccessLog = Literal["text", "json"]
 
@@ -26,6 +26,15 @@ def id_of(scope: Mapping[str, Any]) -> str:
     """The request's own, or a new one."""
     given = next((value for name, value in scope["headers"] if name == ID), b"")
     return given.decode() if _GIVEN.fullmatch(given) else uuid.uuid4().hex
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
+def lost(form: AccessLog | None, count: int) -> str:
+    """The line that stands for `count` others which nobody read in time."""
+    return json.dumps({"time": now(), "lost": count}) if form == "json" else f"{now()} lost {count}"
 
 
 class RequestLog:
@@ -72,15 +81,15 @@ class RequestLog:
     def _line(self, scope: dict, own: str, status: int, sent: int, seconds: float, told: dict[str, str]) -> str:
         """status 0: the client had gone before it was answered."""
         fields = {
-            "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            "time": now(),
             "id": own,
             "client": scope["client"][0] if scope.get("client") else "",
             "method": scope["method"],
-            "path": quote(scope["path"]),
+            "path": shortened(quote(scope["path"])),
             "status": status,
             "bytes": sent,
             "seconds": round(seconds, 6),
-            **{name: value[:MESSAGE_CHARS] for name, value in told.items()},
+            **told,
         }
         if self.form == "json":
             return json.dumps(fields)
