@@ -13,6 +13,7 @@ from fastbert.serve.request_errors import error_response, route_path
 MAX_HEAD = 65_536  # bytes of a request beside its body: its line, its headers, the sizes of its chunks
 MAX_WAITING = 16  # requests that a client sends before it has the answer to the first
 GRACE_S = 5.0  # the routes' own answer to a slow body comes first
+LINGER_S = 0.2  # of a connection that was refused: TLS would wait half a minute for the client's goodbye
 SPARE = 16  # connections above the limit, which may ask whether the server lives
 LIVE = "/live"
 BUSY = "fastbert.busy"  # where the scope has what a connection above the limit is told
@@ -115,6 +116,7 @@ def bounded(timeout_s: float, max_connections: int, log: RequestLog) -> type[Htt
             """What is known of the request is what has come of it."""
             spare.pop(self, None)
             self.drop_requests()
+            self.loop.call_later(LINGER_S, self.transport.abort)
             if self.transport.is_closing():  # it has its answer
                 return
             scope = {"client": self.client, "method": "-", "path": "-", "headers": (), **(self.scope or {})}
