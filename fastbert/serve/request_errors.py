@@ -31,6 +31,7 @@ STATUS = {
     "busy": 503,
     "headers": 431,
     "http": 400,
+    "internal": 500,
 }
 RETRY_AFTER_S = "1"
 TOLD = "fastbert.told"  # where the scope has what the request's line in the log says of an error
@@ -91,6 +92,11 @@ def answer_errors(app: FastAPI, metrics: Metrics, there: list[str]) -> None:
     async def refuse(request: Request, error: RequestError) -> Response:
         metrics.failures.labels(error.kind).inc()
         return error_response(request.scope, error.kind, str(error))
+
+    @app.exception_handler(Exception)
+    async def fail(request: Request, error: Exception) -> Response:
+        metrics.failures.labels("internal").inc()
+        return error_response(request.scope, "internal", "the server failed; what it wrote to stderr says where")
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:

@@ -83,6 +83,25 @@ def test_without_an_access_log_errors_have_their_line(engine):
     assert [line.split(" ")[5] for line in lines] == ["424", "422"] and "no room" in lines[0]
 
 
+def test_a_fault_of_our_own_has_the_form_of_other_errors(engine, monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr("fastbert.serve.app.encoded", lambda *args: [][0])
+
+    async def program(client):
+        inner = RequestLog(client.app, None, lines.append)
+
+        async def caught(*asked):
+            with pytest.raises(IndexError):  # uvicorn prints it
+                await inner(*asked)
+
+        client.app = caught
+        return await client.send("/embed", {"inputs": "a dog"})
+
+    answer = asgi.run(app(engine), program)
+    assert (answer.status, answer.json["error_type"]) == (500, "internal")
+    assert answer.headers["x-request-id"] in lines[0] and lines[0].endswith(f'internal "{answer.json["error"]}"')
+
+
 def cors(engine, origins, method, path, content=None, **headers):
     made = make_app(engine, Limits(), "secret", batch_tokens=64, workers=1, threads=1, cors_origins=origins)
     return asgi.run(made, lambda client: client.send(path, content, method=method, headers=headers))
