@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
+from functools import partial
 from typing import Any
 
 from fastbert.cli.parser import UsageError, add_command, add_model, positive
@@ -95,14 +95,10 @@ def root_path(text: str) -> str:
     return text
 
 
-def write(line: str) -> None:
-    """A line on stdout at once; lost where nobody can read it, which is no reason to stop serving."""
-    with contextlib.suppress(OSError):
-        os.write(1, f"{line}\n".encode())
-
-
 def run(options: argparse.Namespace) -> int:
     try:
+        from fastbert.serve.http.access_log import lost
+        from fastbert.serve.http.lines import Lines
         from fastbert.serve.limits import Limits
         from fastbert.serve.run import Web, serve
     except ImportError as error:
@@ -126,25 +122,26 @@ def run(options: argparse.Namespace) -> int:
         timeout_s=float(options.timeout),
         auto_truncate=options.auto_truncate,
     )
-    serve(
-        options.model,
-        served_name=options.served_model_name,
-        host=options.host,
-        port=options.port,
-        dtype=options.dtype,
-        device=options.device,
-        batch_tokens=options.max_batch_tokens,
-        threads=options.threads,
-        api_key=api_key,
-        limits=limits,
-        web=Web(
-            root_path=options.root_path or "",
-            certfile=options.ssl_certfile,
-            keyfile=options.ssl_keyfile,
-            cors_origins=options.cors_origins,
-            access_log=options.access_log,
-        ),
-        say=say,
-        log=write,
-    )
+    with Lines(1, partial(lost, options.access_log)) as log:
+        serve(
+            options.model,
+            served_name=options.served_model_name,
+            host=options.host,
+            port=options.port,
+            dtype=options.dtype,
+            device=options.device,
+            batch_tokens=options.max_batch_tokens,
+            threads=options.threads,
+            api_key=api_key,
+            limits=limits,
+            web=Web(
+                root_path=options.root_path or "",
+                certfile=options.ssl_certfile,
+                keyfile=options.ssl_keyfile,
+                cors_origins=options.cors_origins,
+                access_log=options.access_log,
+            ),
+            say=say,
+            log=log.write,
+        )
     return 0

@@ -12,8 +12,9 @@ from fastbert.serve.metrics import Metrics
 from fastbert.serve.request_errors import RequestError, error_response, route_path
 from fastbert.serve.times import TIMES, Times
 
-# Without a key: what watches the server has none, and a browser can send none for a page.
+# Read without a key: what watches the server has none, and a browser can send none for a page.
 PUBLIC = ("/health", "/live", "/metrics", "/docs", "/openapi.json")
+READING = ("GET", "HEAD", "OPTIONS")
 BODY = "fastbert.body"  # where the scope has a POST's body
 
 
@@ -51,7 +52,8 @@ class AdmissionControl:
 
     async def _request(self, scope: dict, receive: Any, send: Any) -> None:
         try:
-            if self.authorization is not None and route_path(scope) not in PUBLIC:
+            is_public = scope["method"] in READING and route_path(scope) in PUBLIC
+            if self.authorization is not None and not is_public:
                 check_key(scope, self.authorization)
             if scope["method"] != "POST":
                 await self.app(scope, receive, send)

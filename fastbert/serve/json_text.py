@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any, NoReturn
 
 import numpy as np
@@ -12,6 +13,10 @@ try:
     import orjson
 except ImportError:
     orjson = None  # type: ignore[assignment]
+
+# Of JSON that is right, each escape of a surrogate in turn, or of a backslash: what follows it is none. `lone`: the
+# half of a pair without the other.
+_ESCAPES = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<lone>u[dD][89a-fA-F]..)|\\)")
 
 
 def dumps(content: Any) -> bytes:
@@ -29,9 +34,12 @@ def loads(body: bytes) -> Any:
     if orjson is not None:
         return orjson.loads(body)
     try:
-        return json.loads(body.decode(), parse_constant=_no_number)
+        text = body.decode()
+        found = json.loads(text, parse_constant=_no_number)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    _check_surrogates(text)
+    return found
 
 
 def kind(value: Any) -> str:
@@ -52,6 +60,16 @@ def _plain(content: Any) -> Any:
     elif isinstance(content, np.generic):
         content = content.item()
     return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def _check_surrogates(text: str) -> None:
+    """Raises ValueError, in orjson's words, for an escape that stands for no character."""
+    for escape in _ESCAPES.finditer(text):
+        if escape["lone"]:
+            is_low = escape["lone"][2] in "cdefCDEF"
+            follows = text.startswith("\\u", escape.end())
+            said = "invalid high" if is_low else "invalid low" if follows else "no low"
+            raise json.JSONDecodeError(f"{said} surrogate in string", text, escape.start())
 
 
 def _no_number(name: str) -> NoReturn:

@@ -28,9 +28,14 @@ STATUS = {
     "slow": 408,
     "timeout": 503,
     "stopping": 503,
+    "busy": 503,
+    "headers": 431,
+    "http": 400,
+    "internal": 500,
 }
 RETRY_AFTER_S = "1"
 TOLD = "fastbert.told"  # where the scope has what the request's line in the log says of an error
+MOST_CHARS = 400  # of a sentence: it may repeat what it refuses
 API = ("/v1/", "/v2/")  # below them are OpenAI's, Jina's and Cohere's routes
 
 
@@ -52,6 +57,12 @@ def status_at(path: str, status: int) -> int:
     return 400 if status == 422 and path.startswith(API) else status
 
 
+def shortened(message: str) -> str:
+    """Without the middle, if it is long: what was sent stands there, and what there is at the end."""
+    half = MOST_CHARS // 2
+    return message if len(message) <= MOST_CHARS else f"{message[: half - 3]}...{message[-half:]}"
+
+
 def error_response(
     scope: Mapping[str, Any],
     kind: str,
@@ -60,7 +71,7 @@ def error_response(
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     """OpenAI's form below /v1, elsewhere text-embeddings-inference's."""
-    path = route_path(scope)
+    path, message = route_path(scope), shortened(message)
     scope.get(TOLD, {}).update(kind=kind, error=message)
     status = status_at(path, STATUS[kind] if status is None else status)
     if path.startswith(API):
@@ -81,6 +92,11 @@ def answer_errors(app: FastAPI, metrics: Metrics, there: list[str]) -> None:
     async def refuse(request: Request, error: RequestError) -> Response:
         metrics.failures.labels(error.kind).inc()
         return error_response(request.scope, error.kind, str(error))
+
+    @app.exception_handler(Exception)
+    async def fail(request: Request, error: Exception) -> Response:
+        metrics.failures.labels("internal").inc()
+        return error_response(request.scope, "internal", "the server failed; what it wrote to stderr says where")
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:

@@ -21,11 +21,11 @@ from fastbert.packed_weights import keep_packed_only
 from fastbert.serve.app import make_app
 from fastbert.serve.engine import load_engine
 from fastbert.serve.http.access_log import AccessLog, RequestLog
-from fastbert.serve.http.protocol import bounded
+from fastbert.serve.http.protocol import SPARE, bounded, only_live
 from fastbert.serve.http.server import HttpServer
 from fastbert.serve.limits import Limits
 
-SPARE_FILES = 64  # of those that the process may open: libraries, threads, the listening socket
+SPARE_FILES = 64  # of those that the process may open: libraries, threads, the listening socket, SPARE connections
 
 
 @dataclass(frozen=True)
@@ -68,26 +68,35 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def connections(requests: int) -> int:
-    """How many may be open: twice the requests, if the process may open so many files. It then may."""
+def connections(requests: int, has_tls: bool = False) -> int:
+    """How many may be open: twice the requests, if the process may open so many files. It then may. With TLS as many
+    more may be in a handshake.
+    """
     if resource is None:
         return 2 * requests
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * requests + SPARE_FILES
+    files = 2 if has_tls else 1
+    wanted = files * (2 * requests + SPARE_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return 2 * requests if soft == resource.RLIM_INFINITY else min(2 * requests, max(1, soft - SPARE_FILES))
+    return 2 * requests if soft == resource.RLIM_INFINITY else min(2 * requests, max(1, soft // files - SPARE_FILES))
 
 
 def make_server(
-    app: Any, limits: Limits, max_connections: int, on_open: Callable[[], None] = lambda: None, web: Web = Web()
+    app: Any,
+    limits: Limits,
+    max_connections: int,
+    on_open: Callable[[], None] = lambda: None,
+    web: Web = Web(),
+    log: Callable[[str], None] = lambda line: None,
 ) -> HttpServer:
+    logged = RequestLog(only_live(app), web.access_log, log)
     return HttpServer(
         uvicorn.Config(
-            app,
+            logged,
             lifespan="on",
-            http=bounded(limits.timeout_s, max_connections),
+            http=bounded(limits.timeout_s, max_connections, logged),
             ws="none",
             log_level="error",
             access_log=False,
@@ -98,6 +107,7 @@ def make_server(
             ssl_keyfile=web.keyfile,
         ),
         on_open,
+        max_entering=max_connections + SPARE,
     )
 
 
@@ -151,8 +161,8 @@ def serve(
     what = f"{engine.kind}, {str(engine.model.dtype).removeprefix('torch.')}, {engine.model.device}"
     shown = f"{'https' if web.certfile else 'http'}://{shown}"
     serving = f"serving {engine.name} ({what}) at {shown}, described at {shown}/openapi.json"
-    logged = RequestLog(app, web.access_log, log)
-    server = make_server(logged, limits, connections(limits.max_concurrent_requests), lambda: say(serving), web)
+    most = connections(limits.max_concurrent_requests, has_tls=web.certfile is not None)
+    server = make_server(app, limits, most, lambda: say(serving), web, log)
     server.run(sockets=[bound])
     outcomes = app.state.outcomes
     cut_off = f", cut off {outcomes.cut_off}" if outcomes.cut_off else ""

@@ -121,7 +121,7 @@ def _windows(value: Any) -> dict[str, Any] | bool:
     said = {name: int(entry) if is_whole(entry) else entry for name, entry in value.items() if entry is not None}
     for name, entry in said.items():
         if name not in _WINDOWS:
-            raise ValueError(f"unknown {name!r}; known are: {', '.join(_WINDOWS)}")
+            raise ValueError(f"unknown {reprlib.repr(name)}; known are: {', '.join(_WINDOWS)}")
         if not isinstance(entry, _WINDOWS[name]) or isinstance(entry, bool):
             raise ValueError(f"{name} is {kind_of(entry)}")
     return said
@@ -135,7 +135,7 @@ def _objects(value: Any, *names: str) -> list[dict[str, str]]:
             raise ValueError(f"entry {i} is no object with {' and '.join(names)}")
         for name, text in one.items():
             if name not in names:
-                raise ValueError(f"entry {i}: unknown {name!r}; known are: {', '.join(names)}")
+                raise ValueError(f"entry {i}: unknown {reprlib.repr(name)}; known are: {', '.join(names)}")
             if not isinstance(text, str):
                 raise ValueError(f"entry {i}: {name} is {kind_of(text)}, not a text")
     return found
@@ -347,12 +347,12 @@ def parse(content: dict[str, Any], kind: type[R]) -> R:
     if not isinstance(parameters, dict):
         raise RequestError("validation", f"parameters: it is {kind_of(parameters)}; it must be an object")
     for name in content.keys() & kind.model_fields.keys():
-        if not kind.model_fields[name].is_required():
+        if content[name] is not None and not kind.model_fields[name].is_required():
             raise RequestError("validation", f"{name} stands beside parameters; it must be there, or all of them here")
     for name in parameters:
         if name in kind.model_fields and kind.model_fields[name].is_required():
             raise RequestError("validation", f"{name} is in parameters; it must stand beside them")
-    found = _parse({**parameters, **content}, kind)
+    found = _parse({**content, **parameters}, kind)  # what is null beside them is not said
     found._by_pipeline = True
     return found
 
@@ -388,6 +388,7 @@ def json_schema(kind: type[Request]) -> Schema:
     beside, within = dict(made), dict(made)
     beside["properties"] = made["properties"] | {"parameters": {"type": "null"}}
     needed = {name: made["properties"][name] for name in made["required"]}
-    within["properties"] = needed | {"parameters": record(tuple(optional), **optional)}
+    nulls: Schema = {name: {"type": "null"} for name in optional}
+    within["properties"] = needed | nulls | {"parameters": record(tuple(optional), **optional)}
     within["required"] = [*made["required"], "parameters"]
     return either(beside, within)

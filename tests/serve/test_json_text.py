@@ -49,6 +49,22 @@ def test_the_same_bodies_are_refused(body, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("has_orjson", (True, False))
+def test_half_of_a_pair_of_surrogates_is_no_text(has_orjson, monkeypatch):
+    """It would be refused by all that takes UTF-8: the tokenizer, and our own answers."""
+    if not has_orjson:
+        monkeypatch.setattr(json_text, "orjson", None)
+    for body, said in (
+        (rb'{"inputs": "\ud800"}', r"no low surrogate in string: line 1 column 13 \(char 12\)"),
+        (rb'["\ud83d\ude00", {"a\uDBFFa": 1}]', r"no low surrogate in string: line 1 column 21 \(char 20\)"),
+        (rb'"\uDC00\ud800"', r"invalid high surrogate in string: line 1 column 2 \(char 1\)"),
+        (rb'"\ud800\ud800\udc00"', r"invalid low surrogate in string: line 1 column 2 \(char 1\)"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            json_text.loads(body)
+    assert json_text.loads(rb'["\ud83d\ude00", "\\ud800", "\\\ud83d\uDE00\n\u00e9"]') == ["😀", r"\ud800", "\\😀\né"]
+
+
 @pytest.mark.full
 def test_a_server_without_what_only_makes_it_faster(tmp_path):
     """A process that cannot import orjson or uvloop gives the answers of one that can."""

@@ -53,18 +53,20 @@ def test_a_line_a_request_with_the_id_that_the_client_gets(engine):
         ("/embed", {"inputs": 3}, {"headers": {"x-request-id": "abc.1-2"}}),
         ("/nowhere\n{}", None, {"method": "GET", "headers": {"x-request-id": "two\nlines"}}),
         ("/embed", {"inputs": "a"}, {"headers": {"content-length": "9999999"}}),
+        ("/" + "é" * 10_000, None, {"method": "GET"}),
     )
     lines, answers = logged(engine, "json", *requests)
     found = [json.loads(line) for line in lines]
-    assert [one["status"] for one in found] == [200, 422, 404, 413] == [answer.status for answer in answers]
+    assert [one["status"] for one in found] == [200, 422, 404, 413, 404] == [answer.status for answer in answers]
     assert [one["id"] for one in found] == [answer.headers["x-request-id"] for answer in answers]
-    assert found[1]["id"] == "abc.1-2" and len({one["id"] for one in found}) == 4
+    assert found[1]["id"] == "abc.1-2" and len({one["id"] for one in found}) == 5
     assert all(re.fullmatch("[0-9a-f]{32}", one["id"]) for one in (found[0], found[2]))
     assert found[0].keys() == {"time", "id", "client", "method", "path", "status", "bytes", "seconds"}
     assert (found[0]["method"], found[0]["path"], found[0]["client"]) == ("POST", "/embed", "test")
     assert found[0]["bytes"] == len(answers[0].body) and 0 < found[0]["seconds"] < 60
     assert (found[1]["kind"], found[1]["error"]) == ("validation", answers[1].json["error"])
     assert found[2]["path"] == "/nowhere%0A%7B%7D" and found[3]["kind"] == "too_large"
+    assert len(lines[4]) < 3000 and found[4]["error"] == answers[4].json["error"]
     text, _ = logged(engine, "text", *requests)
     assert [line.split(" ")[3:6] for line in text][:2] == [["POST", "/embed", "200"], ["POST", "/embed", "422"]]
     assert all("\n" not in line for line in (*lines, *text))
@@ -79,6 +81,25 @@ def test_without_an_access_log_errors_have_their_line(engine):
     assert [answer.status for answer in answers] == [424, 200, 422, 200]
     assert all("x-request-id" in answer.headers for answer in answers)
     assert [line.split(" ")[5] for line in lines] == ["424", "422"] and "no room" in lines[0]
+
+
+def test_a_fault_of_our_own_has_the_form_of_other_errors(engine, monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr("fastbert.serve.app.encoded", lambda *args: [][0])
+
+    async def program(client):
+        inner = RequestLog(client.app, None, lines.append)
+
+        async def caught(*asked):
+            with pytest.raises(IndexError):  # uvicorn prints it
+                await inner(*asked)
+
+        client.app = caught
+        return await client.send("/embed", {"inputs": "a dog"})
+
+    answer = asgi.run(app(engine), program)
+    assert (answer.status, answer.json["error_type"]) == (500, "internal")
+    assert answer.headers["x-request-id"] in lines[0] and lines[0].endswith(f'internal "{answer.json["error"]}"')
 
 
 def cors(engine, origins, method, path, content=None, **headers):

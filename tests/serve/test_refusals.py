@@ -9,8 +9,10 @@ import pytest
 import tiny
 from test_routes import LONG, send
 
+from fastbert.serve.admission import PUBLIC
 from fastbert.serve.engine import load_engine
 
+LARGE = "x" * 100_000
 CONTENT = {"inputs": "a dog"}
 BODY = json.dumps(CONTENT).encode()
 
@@ -73,8 +75,14 @@ def test_the_scheme_of_a_key_may_have_any_case(engine):
     ):  # fmt: skip
         sent = {"options": {"api_key": "secret"}, "headers": {"authorization": given}}
         assert send(engine, "/embed", CONTENT, **sent).status == status, given
-    public = {"options": {"api_key": "secret"}, "method": "GET"}
-    assert send(engine, "/docs", **public).status == send(engine, "/openapi.json", **public).status == 200
+
+
+def test_without_the_key_nothing_is_taken_in(engine):
+    """Of a POST to what all may read, too: half of one would hold a place among the requests."""
+    for path in PUBLIC:
+        for method, status in (("GET", 200), ("HEAD", 200), ("OPTIONS", 405), ("POST", 401), ("DELETE", 401)):
+            sent = {"options": {"api_key": "secret"}, "method": method, "stalls": method == "POST"}
+            assert send(engine, path, **sent).status == status, (method, path)
 
 
 def test_an_error_advises_what_the_route_has(engine):
@@ -91,5 +99,20 @@ def test_an_error_advises_what_the_route_has(engine):
     assert "/embed" in nowhere and "/rerank" not in nowhere and "/answers" not in nowhere
     wide = send(engine, "/embed", {"inputs": "a" * 99_999, "dimensions": 33})  # before anything is tokenised
     assert wide.json["error"] == "dimensions is 33; the model's vectors have 32"
-    long_name = send(engine, "/embed", {"inputs": "a", "x" * 10_000: 1}).json["error"]
-    assert len(long_name) < 200 and "unknown field 'xxx" in long_name
+
+
+@pytest.mark.parametrize("path,content,begins,ends", (
+    ("/embed", {"inputs": "a", LARGE: 1}, "unknown field 'xxx", "encoding_format, windows"),
+    ("/embed", {"inputs": "a", "windows": {LARGE: 1}}, "windows: unknown 'xxx", "pool, limit, at"),
+    ("/embed", {"inputs": "a", "windows": {"pool": LARGE}}, "windows: pool of windows is 'x", "top3, first"),
+    ("/embed", {"inputs": "a", "windows": {"length": 1e300}}, "windows: length", "takes 64 tokens"),
+    ("/embed", {"inputs": "a", "prompt_name": LARGE}, "prompt_name: unknown prompt 'xxx", "has: query, document"),
+    ("/embed", {"inputs": "a", "dimensions": 1e300}, "dimensions", "the model's vectors have 32"),
+    ("/embed", {"inputs": [1e300]}, "inputs[0][0] is 1000", "(with LangChain: check_embedding_ctx_length=False)"),
+    ("/v1/embeddings", {"input": "a", "model": LARGE}, "model 'xxx", "is"),
+    (f"/{LARGE}", {}, "POST /xxx", "take POST"),
+))  # fmt: skip
+def test_no_error_repeats_what_is_large(engine, path, content, begins, ends):
+    error = send(engine, path, content).json["error"]
+    error = error["message"] if path.startswith("/v1") else error
+    assert error.startswith(begins) and error.endswith(ends) and len(error) <= 400, error[:1000]

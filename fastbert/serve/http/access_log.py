@@ -6,18 +6,35 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
-from fastbert.serve.request_errors import TOLD
+from fastbert.serve.request_errors import TOLD, error_response, shortened
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
 
 ID = b"x-request-id"
 _GIVEN = re.compile(rb"[\w.:-]{1,128}")  # of a proxy, or of a client: nothing that could be another line
-MESSAGE_CHARS = 300
 
 AccessLog = Literal["text", "json"]
+
+
+def id_of(scope: Mapping[str, Any]) -> str:
+    """The request's own, or a new one."""
+    given = next((value for name, value in scope["headers"] if name == ID), b"")
+    return given.decode() if _GIVEN.fullmatch(given) else uuid.uuid4().hex
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
+def lost(form: AccessLog | None, count: int) -> str:
+    """The line that stands for `count` others which nobody read in time."""
+    return json.dumps({"time": now(), "lost": count}) if form == "json" else f"{now()} lost {count}"
 
 
 class RequestLog:
@@ -33,8 +50,7 @@ class RequestLog:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        given = next((value for name, value in scope["headers"] if name == ID), b"")
-        own = given if _GIVEN.fullmatch(given) else uuid.uuid4().hex.encode()
+        own = id_of(scope)
         began, status, sent = time.perf_counter(), 0, 0
         told: dict[str, str] = {}
         scope[TOLD] = told
@@ -43,7 +59,7 @@ class RequestLog:
             nonlocal status, sent
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), (ID, own)]}
+                message = {**message, "headers": [*message.get("headers", ()), (ID, own.encode())]}
             sent += len(message.get("body", b""))
             await send(message)
 
@@ -52,20 +68,28 @@ class RequestLog:
         finally:
             if self.form is not None or status >= 400:
                 seconds = time.perf_counter() - began
-                self.write(self._line(scope, own.decode(), status, sent, seconds, told))
+                self.write(self._line(scope, own, status, sent, seconds, told))
+
+    def refused(self, scope: dict, kind: str, message: str) -> Response:
+        """The answer to what is refused before it is handed on, when its line has been written."""
+        told: dict[str, str] = {}
+        answer = error_response({**scope, TOLD: told}, kind, message)
+        answer.headers[ID.decode()] = own = id_of(scope)
+        self.write(self._line(scope, own, answer.status_code, len(answer.body), 0.0, told))
+        return answer
 
     def _line(self, scope: dict, own: str, status: int, sent: int, seconds: float, told: dict[str, str]) -> str:
         """status 0: the client had gone before it was answered."""
         fields = {
-            "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            "time": now(),
             "id": own,
             "client": scope["client"][0] if scope.get("client") else "",
             "method": scope["method"],
-            "path": quote(scope["path"]),
+            "path": shortened(quote(scope["path"])),
             "status": status,
             "bytes": sent,
             "seconds": round(seconds, 6),
-            **{name: value[:MESSAGE_CHARS] for name, value in told.items()},
+            **told,
         }
         if self.form == "json":
             return json.dumps(fields)

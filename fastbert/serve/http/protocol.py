@@ -5,24 +5,27 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from starlette.responses import PlainTextResponse
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from fastbert.serve.request_errors import route_path
+from fastbert.serve.http.access_log import RequestLog
+from fastbert.serve.request_errors import error_response, route_path
 
 MAX_HEAD = 65_536  # bytes of a request beside its body: its line, its headers, the sizes of its chunks
 MAX_WAITING = 16  # requests that a client sends before it has the answer to the first
-UNAVAILABLE = "503 Service Unavailable"
 GRACE_S = 5.0  # the routes' own answer to a slow body comes first
+LINGER_S = 0.2  # of a connection that was refused: TLS would wait half a minute for the client's goodbye
 SPARE = 16  # connections above the limit, which may ask whether the server lives
 LIVE = "/live"
+BUSY = "fastbert.busy"  # where the scope has what a connection above the limit is told
 
 
-def bounded(timeout_s: float, max_connections: int) -> type[HttpToolsProtocol]:
-    """A protocol for uvicorn. A connection ends when a request does not arrive, or its answer is not read, in time.
+def bounded(timeout_s: float, max_connections: int, log: RequestLog) -> type[HttpToolsProtocol]:
+    """A protocol for uvicorn, of an application that `only_live` has. A connection ends when a request does not arrive,
+    or its answer is not read, in time.
 
     One above `max_connections` gets 503 for all but LIVE, whoever holds the others: who restarts a server that does not
-    live must not do so because clients send half of a request. Of too many of these the oldest goes.
+    live must not do so because clients send half of a request. Of too many of these the oldest goes. `log` has the
+    lines of what is refused here.
     """
     busy = f"{max_connections} connections are open: try again later"
     spare: dict[Any, None] = {}  # in the order in which they came
@@ -37,9 +40,8 @@ def bounded(timeout_s: float, max_connections: int) -> type[HttpToolsProtocol]:
             super().connection_made(transport)
             if len(self.connections) - len(spare) > max_connections:
                 spare[self] = None
-                self.app = only_live(self.app, busy)
                 if len(spare) > SPARE:
-                    next(iter(spare)).refuse(UNAVAILABLE, busy)
+                    next(iter(spare)).refuse("busy", busy)
             self.await_request()
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -55,14 +57,16 @@ def bounded(timeout_s: float, max_connections: int) -> type[HttpToolsProtocol]:
                 return
             self.beside += len(data)
             super().data_received(data)
-            if self.beside > MAX_HEAD and not self.transport.is_closing():
-                self.refuse("431 Request Header Fields Too Large", f"a request has at most {MAX_HEAD} bytes of headers")
+            if self.beside > MAX_HEAD:
+                self.refuse("headers", f"a request has at most {MAX_HEAD} bytes of headers")
 
         def on_message_begin(self) -> None:
             if len(self.pipeline) >= MAX_WAITING:
-                self.drop_requests()
-                raise ValueError(f"more than {MAX_WAITING} requests wait")  # ends the parser: uvicorn answers 400
+                self.refuse("http", f"more than {MAX_WAITING} requests wait for the first one's answer")
+                raise ValueError  # ends the parser
             super().on_message_begin()
+            if self in spare:
+                self.scope[BUSY] = busy  # type: ignore[literal-required]
             self.await_request()
 
         def on_body(self, body: bytes) -> None:
@@ -74,6 +78,7 @@ def bounded(timeout_s: float, max_connections: int) -> type[HttpToolsProtocol]:
             if self.reading is not None:
                 self.reading.cancel()
             super().on_message_complete()
+            self.scope = None  # type: ignore[assignment]  # what comes next is not of this request
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -100,26 +105,38 @@ def bounded(timeout_s: float, max_connections: int) -> type[HttpToolsProtocol]:
             if self.reading is not None:
                 self.reading.cancel()
             if self in spare:
-                self.reading = self.loop.call_later(GRACE_S, self.refuse, UNAVAILABLE, busy)
+                self.reading = self.loop.call_later(GRACE_S, self.refuse, "busy", busy)
             else:
                 self.reading = self.loop.call_later(timeout_s + GRACE_S, self.transport.close)
 
-        def refuse(self, status: str, message: str) -> None:
+        def send_400_response(self, msg: str) -> None:
+            self.refuse("http", msg)
+
+        def refuse(self, kind: str, message: str) -> None:
+            """What is known of the request is what has come of it."""
             spare.pop(self, None)
             self.drop_requests()
-            self.transport.write(
-                f"HTTP/1.1 {status}\r\ncontent-type: text/plain\r\ncontent-length: {len(message)}\r\n"
-                f"connection: close\r\n\r\n{message}".encode()
-            )
+            self.loop.call_later(LINGER_S, self.transport.abort)
+            if self.transport.is_closing():  # it has its answer
+                return
+            scope = {"client": self.client, "method": "-", "path": "-", "headers": (), **(self.scope or {})}
+            answer = log.refused(scope, kind, message)
+            headers = [*self.server_state.default_headers, *answer.raw_headers, (b"connection", b"close")]
+            head = b"".join(b"%s: %s\r\n" % header for header in headers)
+            self.transport.write(STATUS_LINE[answer.status_code] + head + b"\r\n" + bytes(answer.body))
             self.transport.close()
 
     return Bounded
 
 
-def only_live(app: Any, busy: str) -> Any:
-    """An application that answers nothing but LIVE, and then closes the connection."""
+def only_live(app: Any) -> Any:
+    """An application that answers a connection above the limit nothing but LIVE, and then closes it."""
 
     async def answer(scope: dict, receive: Any, send: Any) -> None:
+        if BUSY not in scope:
+            await app(scope, receive, send)
+            return
+
         async def closing(message: Any) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
@@ -128,6 +145,6 @@ def only_live(app: Any, busy: str) -> Any:
         if scope["method"] in ("GET", "HEAD") and route_path(scope) == LIVE:
             await app(scope, receive, closing)
         else:
-            await PlainTextResponse(busy, 503)(scope, receive, closing)
+            await error_response(scope, "busy", scope[BUSY])(scope, receive, closing)
 
     return answer

@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -28,16 +28,18 @@ _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 class HttpServer(uvicorn.Server):
     """Listens at the one socket that `run(sockets=[...])` gets. `on_open()` is called when a signal finds the way to
-    `shutdown`: from then on no request is lost.
+    `shutdown`: from then on no request is lost. Of more than `max_entering` connections in a handshake of TLS the
+    oldest goes: who only connects must keep nobody out.
 
     When it has stopped, the process ignores SIGINT and SIGTERM: all is answered, and one more Ctrl-C must not make a
     killed process of a clean end while Python exits. What comes before it has started is raised, as uvicorn does.
     """
 
-    def __init__(self, config: uvicorn.Config, on_open: Callable[[], None]):
+    def __init__(self, config: uvicorn.Config, on_open: Callable[[], None], max_entering: int):
         super().__init__(config)
-        self.on_open = on_open
-        self.entering: set[asyncio.Task] = set()  # connections on their way from the door to a protocol
+        self.on_open, self.max_entering = on_open, max_entering
+        # Connections on their way from the door to a protocol, in the order in which they came.
+        self.entering: dict[asyncio.Task, socket.socket] = {}
         self.received: list[int] = []  # signals
 
     @contextmanager
@@ -97,7 +99,7 @@ class HttpServer(uvicorn.Server):
             asyncio.get_running_loop().add_reader(self.door, self._let_in)
 
     def _let_in(self) -> None:
-        """All who wait at the door."""
+        """All who wait at the door, or one for each who has to go."""
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -114,8 +116,13 @@ class HttpServer(uvicorn.Server):
                 return
             opened.setblocking(False)
             task = loop.create_task(self._connect(opened))
-            self.entering.add(task)
-            task.add_done_callback(self.entering.discard)
+            self.entering[task] = opened
+            task.add_done_callback(lambda task: self.entering.pop(task, None))
+            if self.config.ssl and len(self.entering) > self.max_entering:
+                oldest = self.entering.pop(next(iter(self.entering)))
+                with suppress(OSError):  # the client has gone
+                    oldest.shutdown(socket.SHUT_RDWR)  # which ends its task
+                return  # and its file is free before the next one comes
 
     async def _connect(self, opened: socket.socket) -> None:
         def protocol() -> asyncio.Protocol:
