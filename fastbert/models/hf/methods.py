@@ -87,9 +87,8 @@ class TheirMethods(CheckpointMixin):
         modules = list(_children_first(self, self, set()))
         held = Counter(id(p) for _, module in modules for p in module._parameters.values())
         # Where weights are tied by now, as to_empty leaves them under FSDP2, the embedding's row of padding is 0.
-        for owner, module in sorted(
-            modules, key=lambda m: isinstance(m[1], nn.Embedding) and held[id(m[1].weight)] > 1
-        ):
+        modules.sort(key=lambda entry: isinstance(entry[1], nn.Embedding) and held[id(entry[1].weight)] > 1)
+        for owner, module in modules:
             self._draw(owner, module, kept)
         self.tie_weights()
 
