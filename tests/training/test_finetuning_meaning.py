@@ -250,3 +250,28 @@ def test_names_in_brackets(tmp_path):
 def test_lists_that_are_texts(text, tmp_path):
     with pytest.raises(InputError, match=r"lists written as texts\? Give lists in a .jsonl"):
         task_of(base(tmp_path), labelled(tmp_path, [text, "[a]"]))
+
+
+@pytest.mark.parametrize(
+    "values",
+    (
+        ["['a', 'b']", "['a']"],
+        ['["a", "b"]', '["a"]'],
+        ["['a' 'b']", "['a']"],
+        ["[a, b]", "[a]"],
+        ["('a', 'b')", "('a',)"],
+        ["{'a', 'b'}", "{'a'}"],
+        ["[0 1]", "[1]"],
+        ["a", "[]"],
+    ),
+)
+def test_lists_that_are_texts_are_no_names(values, tmp_path):
+    """They would fall into labels such as ['a' and 'b']. The message does not say what is refused, either."""
+    for options in ({}, {"label_type": "names"}, {"label_type": "multi_hot"}):
+        with pytest.raises(InputError, match=r"lists written as texts\? .*, say --problem-type single_label_class\w+$"):
+            task_of(base(tmp_path), labelled(tmp_path, values), problem_type=SEVERAL, **options)
+
+
+def test_several_names_in_brackets(tmp_path):
+    found = meaning(tmp_path, labelled(tmp_path, ["[PER], [LOC]", "[LOC]"]), problem_type=SEVERAL)
+    assert found == (SEVERAL, ("[LOC]", "[PER]"), [[1.0, 1.0], [1.0, 0.0]])
