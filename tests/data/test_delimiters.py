@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import chain, repeat
+
 import pytest
 from command_line import fails
 
-from fastbert.data.delimiters import sign_of
+from fastbert.data.delimiters import delimiter_of, sign_of
 from fastbert.data.sources import load_source
 from fastbert.data.text_files import read_kept, read_rows, read_texts
 from fastbert.errors import InputError, TextFileError
@@ -42,7 +44,13 @@ def test_a_delimiter_is_found(text, wanted, tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ("text,score;weight\nhello; there,1\n", "text;price, EUR\n", "text;price, EUR\na\nb;1\n", 'a;b,c\n"x;1\n'),
+    (
+        "text,score;weight\nhello; there,1\n",
+        "text,score;weight\nhello; there,1\na,b,c\nwe; ran,2\n",
+        "text;price, EUR\n",
+        "text;price, EUR\na\nb\n",
+        'a;b,c\n"x;1\n',
+    ),
 )
 def test_what_the_first_rows_leave_open_is_asked_for(text, tmp_path):
     path = tmp_path / "a.csv"
@@ -50,6 +58,40 @@ def test_what_the_first_rows_leave_open_is_asked_for(text, tmp_path):
     for read in (lambda: list(read_texts(path)), lambda: load_source(path)):
         with pytest.raises((TextFileError, InputError), match=r"first line, ',' or ';'\? .*: say it with --delimiter"):
             read()
+
+
+@pytest.mark.parametrize(
+    "text,number",
+    (
+        ("id,text|t\n1,the cat\n2,a,b\n3,a dog\n", 3),
+        ("id,text|t\n2,a,b\n1,the cat\n3,a dog\n", 2),
+        ("id,text|t\n1,the cat\n2|a\n3,a dog\n", 3),  # one row fits the other sign
+        ('id,text|t\n1,the cat\n"2" a,b\n3,a dog\n', 3),
+        ('id,text|t\n1,the cat\n3,a dog\n"2,a\n', 4),
+    ),
+)
+def test_a_bad_row_among_the_first_ones(text, number, tmp_path):
+    """It is told as in any other table, and may be left out."""
+    path, left_out = tmp_path / "a.csv", []
+    path.write_text(text)
+    assert list(read_texts(path, "text|t", left_out.append)) == ["the cat", "a dog"]
+    assert [f"line {number}" in str(error) for error in left_out] == [True]
+    with pytest.raises(TextFileError, match=f"a.csv, line {number}: "):
+        list(read_texts(path, "text|t"))
+
+
+def test_a_quotation_mark_that_is_left_open(tmp_path):
+    """No more lines are looked at than the first ones: a file may be larger than the memory."""
+    read = 0
+
+    def lines():
+        nonlocal read
+        for line in chain(["id,text|t\n", "1,the cat\n", '"2,a\n'], repeat("3,a dog\n", 50_000)):
+            read += 1
+            yield line
+
+    assert delimiter_of(tmp_path / "a.csv", lines(), is_tsv=False) == ","
+    assert read <= 10_001
 
 
 def test_a_delimiter_that_is_given(tmp_path):
