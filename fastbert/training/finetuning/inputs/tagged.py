@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastbert.data.sources import check_columns, load_source
+from fastbert.data.sources import check_columns, delimiter_for, load_source
 from fastbert.data.text_files import kind_of, lines_of
 from fastbert.errors import InputError, TextFileError
 from fastbert.training.finetuning.inputs.labels import in_order, plain
@@ -49,8 +49,8 @@ def load_tagged(options: FinetuneOptions) -> tuple[Tagged, Tagged | None, tuple[
 
 def _load(names: Sequence[str], options: FinetuneOptions, split: str) -> Tagged:
     name = ", ".join(names)
-    sign = options.delimiter or None
-    if sign is None and all(is_conll(path) for path in names):
+    sign = delimiter_for(names, (*options.train, *options.eval), options.delimiter)
+    if not sign and all(is_conll(path) for path in names):
         texts = [text for path in names for text in read_conll(Path(path), hash_lines=options.hash_lines)]
         tagged = Tagged(
             [[word for word, _ in text] for text in texts], [[tag for _, tag in text] for text in texts], name
