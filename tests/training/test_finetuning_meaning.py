@@ -153,6 +153,8 @@ def words_and_tags(path, text, **options):
         ("#\tSYM\n", ["#/SYM"]),
         ("# id 1\nNo\tIN\tDT\n\n# id 2\n#\tx\tSYM\n", ["No/DT", "#/SYM"]),  # by tabs three columns are another thing
         ("#begin document\ncat O\n\n#end document\n", ["cat/O"]),
+        ("# text = the cat .\nthe\tDET\ncat\tN\n.\t.\n", ["the/DET cat/N ./."]),  # it ends with what is a tag
+        ("the\tDET\n# is this so: O\n# SYM\n#\tSYM\n1\tO\n", ["the/DET #/SYM 1/O"]),
     ),
 )
 def test_lines_of_conll_files_that_are_clear(text, wanted, tmp_path):
@@ -196,6 +198,8 @@ def test_a_fine_tuning_is_told_what_a_line_is(tmp_path):
 
 
 def test_words_alone_with_comments(tmp_path):
+    tabs = "# .\nthe\tDET\ncat\tN\n.\t.\n"
+    assert words_and_tags(tmp_path / "b.conll", tabs, with_tags=False) == ["the/DET cat/N ./."]
     text = "# newdoc\n# text = he saw .\nhe\nsaw\n# text = x\n#\n.\n"
     assert words_and_tags(tmp_path / "a.conll", text, with_tags=False) == ["he/he saw/saw #/# ./."]
 

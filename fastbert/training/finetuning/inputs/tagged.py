@@ -129,6 +129,8 @@ class _Words:
     def has(self, line: str, columns: list[str], *, is_first: bool, with_tags: bool) -> bool | None:
         """Whether a line is a word, and no comment; None: it may be either."""
         has_tab = "\t" in line
+        if self.shapes and not has_tab and all(tab for tab, _ in self.shapes):
+            return False  # whatever its last word is: "# text = the cat ." has the tag of full stops behind it
         is_like_words = (has_tab, len(columns)) in self.shapes or not self.shapes
         is_tagged = columns[-1] in self.tags or _TAG.fullmatch(columns[-1]) is not None
         if not with_tags and self.shapes and len(columns) > max(width for _, width in self.shapes):
