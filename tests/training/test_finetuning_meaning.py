@@ -197,6 +197,18 @@ def test_a_fine_tuning_is_told_what_a_line_is(tmp_path):
         task_of(base(tmp_path), labelled(tmp_path, ["a", "b"]), hash_lines="word")
 
 
+def test_options_of_other_files_with_words(tmp_path):
+    (tmp_path / "a.conll").write_text("No DT\n\n200 CD\n")
+    rows = write_rows(tmp_path / "a.jsonl", [{"tokens": ["No", "200"], "tags": ["DT", "CD"]}])
+    with pytest.raises(InputError, match=r"hash_lines is for CoNLL files \(.conll, .*\), and .*a.jsonl is none"):
+        task_of(base(tmp_path), rows, task="tokens", hash_lines="word")
+    for options in ({"text_columns": ("tokens",)}, {"label_column": "tags"}):
+        with pytest.raises(InputError, match=r"_columns? is for files that have columns by name, and .*a.conll"):
+            task_of(base(tmp_path), str(tmp_path / "a.conll"), task="tokens", **options)
+        mixed = task_of(base(tmp_path), str(tmp_path / "a.conll"), rows, task="tokens", hash_lines="word", **options)
+        assert mixed.labels.names == ("CD", "DT")
+
+
 def test_words_alone_with_comments(tmp_path):
     tabs = "# .\nthe\tDET\ncat\tN\n.\t.\n"
     assert words_and_tags(tmp_path / "b.conll", tabs, with_tags=False) == ["the/DET cat/N ./."]

@@ -36,6 +36,7 @@ def load_tagged(options: FinetuneOptions) -> tuple[Tagged, Tagged | None, tuple[
     """(what to learn from, what to judge by, the tags). Raises InputError."""
     if not options.train:
         raise InputError("train is missing: the file to learn from")
+    _check_given(options)
     train = _load(options.train, options, "train")
     held_out = _load(options.eval, options, "validation") if options.eval else None
     names = tuple(in_order({tag for tags in train.tags for tag in tags}))
@@ -45,6 +46,16 @@ def load_tagged(options: FinetuneOptions) -> tuple[Tagged, Tagged | None, tuple[
     if held_out is not None:
         check_tags(held_out, names)
     return train, held_out, names
+
+
+def _check_given(options: FinetuneOptions) -> None:
+    """Raises InputError for an option that would be ignored."""
+    conll = [path for path in (*options.train, *options.eval) if is_conll(path)]
+    if options.hash_lines != "auto" and not conll:
+        raise InputError(f"hash_lines is for CoNLL files ({', '.join(CONLL)}), and {options.train[0]} is none")
+    given = [name for name in ("text_columns", "label_column") if getattr(options, name)]
+    if given and len(conll) == len(options.train) + len(options.eval):
+        raise InputError(f"{given[0]} is for files that have columns by name, and {conll[0]} has none")
 
 
 def _load(names: Sequence[str], options: FinetuneOptions, split: str) -> Tagged:
