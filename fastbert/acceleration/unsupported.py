@@ -9,15 +9,13 @@ from torch import nn
 
 from fastbert.acceleration.plan import PackedPlan
 from fastbert.errors import InputError
-from fastbert.models.inputs import LEFT_IN_FEATURES, TableSizes
+from fastbert.models.inputs import IGNORED, TableSizes
 
 TENSORS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "task_type_ids")
 OPTIONS = ("output_attentions", "output_hidden_states", "return_dict")
 # What transformers' collator for flattened batches adds, and its attention takes (FlashAttentionKwargs).
 FLATTENED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-# What an encoder's forward ignores: a cache is the decoder's, the Trainer's count of items the loss's, and
-# sentence-transformers hands on results of a call before.
-_ARGUMENTS = {*TENSORS, *OPTIONS, *LEFT_IN_FEATURES, "use_cache", "num_items_in_batch"}
+_ARGUMENTS = {*TENSORS, *OPTIONS, *IGNORED}
 
 # Those that compute softmax(q k^T / sqrt(d)) v and nothing else: which of them is asked for makes no difference.
 _ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")

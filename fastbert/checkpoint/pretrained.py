@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -134,7 +135,7 @@ def load_weights(
         model.load_state_dict({k: t for k, t in weights.items() if k in own}, strict=False, assign=True)
     except RuntimeError as error:  # an int8 layer's scale is out of bounds
         raise CheckpointError(f"{source}: {' '.join(str(error).split())}") from None
-    _initialise_rest(model, {*fresh, *missing}, common)
+    _initialise_rest(model, weights.keys(), {*fresh, *missing}, common)
     if dtype is not None:
         kept = {id(model.get_buffer(key)) for key in model.frequency_keys()}
         model._apply(lambda t: t.to(dtype) if t.is_floating_point() and id(t) not in kept else t)
@@ -225,13 +226,15 @@ def _own_memory(
             raise CheckpointError(f"{source}: tensor {key} holds values that are not finite in {goal}")
 
 
-def _initialise_rest(model: PreTrainedModel, absent: set[str], dtype: torch.dtype | None) -> None:
-    """Initialise what the checkpoint did not hold, `absent` included, in its dtype; and tie what is tied."""
+def _initialise_rest(model: PreTrainedModel, weights: Set[str], absent: set[str], dtype: torch.dtype | None) -> None:
+    """Initialise what is `absent` from the checkpoint, in its dtype; and tie what is tied. weights: what was loaded."""
     model.tie_weights()  # first, so that a copy is not made anew
-    _materialise(model, dtype)
+    given = _give_memory(model, dtype)
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    new = [*given, *(tensors[key] for key in absent)]
+    model.draw_weights({id(t) for t in tensors.values()}.difference(map(id, new)))
     if dtype is not None:  # what a subclass has added was made before the checkpoint's dtype was known
-        tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-        for key in tensors.keys() & absent.difference(model.frequency_keys()):
+        for key in tensors.keys() - weights - set(model.frequency_keys()):
             if tensors[key].is_floating_point():
                 tensors[key].data = tensors[key].data.to(dtype)
     model.tie_weights()
@@ -244,24 +247,20 @@ def without_pooler(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> 
     return {key: t for key, t in weights.items() if pooler is None or f".{pooler}." not in f".{key}"}
 
 
-@torch.no_grad()
-def _materialise(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
-    """Give memory and initial values, in the checkpoint's dtype, to what it did not hold.
+def _give_memory(model: PreTrainedModel, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """To what the checkpoint did not hold, in its dtype. Returns these tensors.
 
     By torch.empty: empty_like of a tensor on "meta" imports sympy, which takes 0.2 s.
     """
+    given: list[torch.Tensor] = []
     for module in model.modules():
-        parameters = {name: p for name, p in module._parameters.items() if p is not None}
-        if any(p.is_meta for p in parameters.values()):
-            loaded = {name: p.detach().clone() for name, p in parameters.items() if not p.is_meta}
-            for name in parameters.keys() - loaded.keys():
-                empty = torch.empty(parameters[name].shape, device="cpu", dtype=dtype or parameters[name].dtype)
-                module._parameters[name] = nn.Parameter(empty, requires_grad=parameters[name].requires_grad)
-            model._init_weights(module)
-            for name, value in loaded.items():  # half of the leaf was there: what was loaded stays
-                parameters[name].copy_(value)
-        if buffers := {name: b for name, b in module._buffers.items() if b is not None and b.is_meta}:
-            module._buffers.update(
-                {name: torch.empty(b.shape, device="cpu", dtype=b.dtype) for name, b in buffers.items()}
-            )
-            model._init_weights(module)
+        for name, p in module._parameters.items():
+            if p is not None and p.is_meta:
+                empty = torch.empty(p.shape, device="cpu", dtype=dtype or p.dtype)
+                module._parameters[name] = made = nn.Parameter(empty, requires_grad=p.requires_grad)
+                given.append(made)
+        for name, b in module._buffers.items():
+            if b is not None and b.is_meta:
+                module._buffers[name] = empty = torch.empty(b.shape, device="cpu", dtype=b.dtype)
+                given.append(empty)
+    return given

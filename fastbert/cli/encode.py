@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastbert.cli.loading import load_to_run, say_cut
+from fastbert.cli.loading import load_to_run, rate_of, say_cut
 from fastbert.cli.outputs import ROW_KINDS, STDOUT, check_output, open_rows
 from fastbert.cli.outputs.growing_array import GrowingArray, fingerprint
 from fastbert.cli.parser import (
@@ -211,8 +211,8 @@ def encode_file(job: EncodeJob, say: Callable[[str], None]) -> str:
         except torch.OutOfMemoryError:
             raise UsageError(f"the GPU's memory is too small for --batch-tokens {batch_tokens}: choose fewer") from None
     say_cut(cut, encoder.max_seq_length, say)
-    rate = f", {tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s" if tokens else ""
-    return f"{total - done_before:,} texts{rate} -> {job.output} float32 ({total}, {encoder.dim})"
+    what = f"{total - done_before:,} texts{rate_of(tokens, seconds)}"
+    return f"{what} -> {job.output} float32 ({total}, {encoder.dim})"
 
 
 def _encode_into(array: GrowingArray, encoder: SentenceEncoder, job: EncodeJob, batch_tokens: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastbert.cli.loading import say_cut
+from fastbert.cli.loading import rate_of, say_cut
 from fastbert.cli.parser import UsageError
 from fastbert.cli.stopping import raise_if_stopped, say
 from fastbert.data.text_files import pick_column
@@ -83,7 +83,7 @@ def encode_on_ray(
     finally:
         progress.close()
     say_cut(progress.cut, progress.max_length, say, "--windows, without --engine ray,")
-    return f"{texts:,} texts{progress.rate()} -> {output}"
+    return f"{texts:,} texts{rate_of(progress.tokens, time.perf_counter() - progress.start)} -> {output}"
 
 
 class _Progress:
@@ -112,10 +112,3 @@ class _Progress:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
-
-    def rate(self) -> str:
-        """What the last line says of this run's tokens; nothing where all was encoded before."""
-        if not self.tokens:
-            return ""
-        seconds = time.perf_counter() - self.start
-        return f", {self.tokens:,} tokens in {seconds:.1f} s, {self.tokens / seconds:,.0f} tokens/s"

@@ -1,4 +1,4 @@
-"""How a command loads a model that it only runs, and what that model did not read."""
+"""How a command loads a model that it only runs, and what is said of the run: its rate, and what was not read."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def load_to_run(kind: type[Model], options: Any) -> Model:
     model = kind.from_pretrained(options.model, dtype=options.dtype, device=options.device)
     keep_packed_only(model)
     return model
+
+
+def rate_of(tokens: int, seconds: float) -> str:
+    """What the last line says of a run's tokens; nothing where all was encoded before."""
+    return f", {tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s" if tokens else ""
 
 
 def say_cut(count: int, limit: int, say: Callable[[str], None], how: str = "--windows") -> None:

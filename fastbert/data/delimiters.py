@@ -16,6 +16,7 @@ MAX_LINE_BYTES = 16 << 20  # a longer line is taken for a binary file, and never
 KINDS = (".csv", ".tsv")
 _DELIMITERS = ",;\t|"  # of what spreadsheets write into a .csv
 _FIRST_ROWS = 20  # that are looked at where the header does not tell
+_FIRST_LINES = 10_000  # that these rows may take: a quotation mark that is left open takes all lines behind it
 _HEADER_LINES = 100  # of names in quotation marks, at most
 _QUOTED = re.compile(r'(?:^|(?<=[,;\t|]))"(?:[^"]|"")*"(?!")')  # a whole field: a mark inside of one is doubled
 _OPEN = re.compile(r'(?:^|(?<=[,;\t|]))".*', re.DOTALL)  # a field that has not ended, once whole ones are left out
@@ -38,7 +39,7 @@ def check_given(given: str | None, name: str, kind: str | None) -> None:
 def delimiter_of(path: Path, lines: Iterable[str], *, is_tsv: bool, given: str | None = None) -> str:
     """What is between the fields of a .csv or a .tsv, by its header, which begins with the first of its lines that is
     not blank. What stands in the quotation marks of a .csv is a name. Where a header of a .csv may be read in several
-    ways, the first rows decide: they have as many fields as it.
+    ways, the first rows decide: most of them have as many fields as it, where a few may be broken.
 
     given: what the user says that it is.
 
@@ -59,14 +60,14 @@ def delimiter_of(path: Path, lines: Iterable[str], *, is_tsv: bool, given: str |
         return "\t"
     if len(found) < 2:
         return found[0] if found else ","
-    copies = tee(chain(header, rest), len(found))
-    fitting = [sign for sign, copy in zip(found, copies, strict=True) if _fits(copy, sign)]
-    if len(fitting) != 1:
+    first = chain(header, islice(rest, _FIRST_LINES))
+    counts = [_fitting(copy, sign) for sign, copy in zip(found, tee(first, len(found)), strict=True)]
+    if not max(counts) or counts.count(max(counts)) > 1:
         raise TextFileError(
             f"{path}: what is between the fields of the first line, {' or '.join(map(repr, found))}? {shown}: say it"
             " with --delimiter"
         )
-    return fitting[0]
+    return found[counts.index(max(counts))]
 
 
 def _header(lines: Iterator[str], is_tsv: bool) -> tuple[list[str], str]:
@@ -81,15 +82,21 @@ def _header(lines: Iterator[str], is_tsv: bool) -> tuple[list[str], str]:
     return header, _OPEN.sub("", outside)
 
 
-def _fits(lines: Iterator[str], sign: str) -> bool:
-    """Whether the first rows of a .csv have as many fields as its header."""
+def _fitting(lines: Iterator[str], sign: str) -> int:
+    """How many of the first rows of a .csv have as many fields as its header. Some may be broken."""
     csv.field_size_limit(MAX_LINE_BYTES)
-    rows = (row for row in csv.reader(lines, delimiter=sign, strict=True) if row)
-    try:
-        widths = [len(row) for row in islice(rows, 1 + _FIRST_ROWS)]
-    except csv.Error:
-        return False
-    return len(widths) > 1 and len(set(widths)) == 1
+    rows, widths = csv.reader(lines, delimiter=sign, strict=True), list[int]()
+    while len(widths) <= _FIRST_ROWS:
+        try:
+            row = next(rows)
+        except StopIteration:
+            break
+        except csv.Error:
+            widths.append(0)
+            continue
+        if row:  # no blank line
+            widths.append(len(row))
+    return widths[1:].count(widths[0]) if widths and widths[0] else 0
 
 
 def _shown(header: list[str], limit: int = 40) -> str:

@@ -57,25 +57,25 @@ def load_source(source: Source, split: str = "train", *, delimiter: str | None =
             a `datasets.Dataset`;
             or the name of a data set on the hub, with a configuration behind a colon ("glue:sst2").
         split: which part of a data set on the hub; "validation" is "test" where there is none.
-        delimiter: what is between the fields of .csv and .tsv files; by default their first lines say it
-            (data/delimiters.py).
+        delimiter: what is between the fields of .csv and .tsv files; by default, or if it is empty, their first lines
+            say it (data/delimiters.py).
 
     Raises InputError: there is nothing there, files of several kinds, a file that cannot be read, or a delimiter for
     what has none.
     """
-    datasets = import_datasets()
+    datasets, delimiter = import_datasets(), delimiter or None
     if isinstance(source, (datasets.DatasetDict, datasets.IterableDatasetDict)):
         raise InputError(f"several splits were given ({', '.join(source)}): give one of them, such as ...['train']")
     if isinstance(source, datasets.Dataset):
-        _check_delimiter(delimiter, "a Dataset", None)
+        _check_delimiter(delimiter, "a Dataset")
         return source
     if isinstance(source, datasets.IterableDataset):
         raise InputError("an IterableDataset has no places to go back to: give it as a Dataset, or as its files")
     paths = [str(path) for path in ([source] if isinstance(source, (str, os.PathLike)) else source)]
     if not paths:
         raise InputError("no files were given")
-    for path in paths:
-        _check_delimiter(delimiter, path, kind_of(path))
+    if not has_tables(paths):
+        _check_delimiter(delimiter, paths[0])
     if len(paths) == 1 and _is_on_hub(paths[0]):
         return _from_hub(paths[0], split)
     if missing := [path for path in paths if not Path(path).is_file()]:
@@ -112,9 +112,22 @@ def kind_of(path: str) -> str | None:
     return suffix if suffix in _READERS else None
 
 
-def _check_delimiter(given: str | None, name: str, kind: str | None) -> None:
+def has_tables(names: Sequence[str]) -> bool:
+    """Whether any of these is a .csv or a .tsv."""
+    return any(kind_of(name) in delimiters.KINDS for name in names)
+
+
+def delimiter_for(names: Sequence[str], every: Sequence[str], given: str | None) -> str | None:
+    """What of a delimiter that is given for `every` file of a command is for `names` among them: it is for .csv and
+    .tsv files. Where no file is one, it is left, and who reads refuses it.
+    """
+    return given if has_tables(names) or not has_tables(every) else None
+
+
+def _check_delimiter(given: str | None, name: str) -> None:
+    """Of what is no table."""
     try:
-        delimiters.check_given(given, name, kind)
+        delimiters.check_given(given, name, None)
     except TextFileError as error:
         raise InputError(str(error)) from None
 

@@ -22,6 +22,7 @@ from fastbert.errors import TextFileError
 STDIN = Path("-")
 _DIGITS = 100  # of a number in JSON that are read
 _USUAL_COLUMNS = ("text", "sentence")
+_VALUE = "the value"  # what a text is called in messages; with others in its row it has its column's name
 
 Choose = Callable[[list[str]], Sequence[str]]  # of the names of all columns those that are read
 Bad = Callable[[TextFileError], None]  # is told of a row that cannot be read; where it returns, the row is left out
@@ -78,7 +79,7 @@ def read_kept(
                 if not (value is None or isinstance(value, (str, int, float))) or _is_cut(value):
                     raise TextFileError(f"{name_of(path)}, {place}: {name} is {_shown(value)}, which cannot be kept")
                 if isinstance(value, str):
-                    _check_text(path, place, value)
+                    _check_text(path, place, value, name)
         except TextFileError as error:
             bad(error)
             continue
@@ -94,10 +95,16 @@ def read_rows(
     Raises TextFileError as `read_texts`.
     """
     given = None if columns is None else tuple(columns)
-    for place, values in _reader_of(path, given, delimiter)(path, given, choose, refuse):
-        for value in values:
+    names = list(given or ())
+
+    def chosen(there: list[str]) -> Sequence[str]:
+        names.extend(choose(there))
+        return names
+
+    for place, values in _reader_of(path, given, delimiter)(path, given, chosen, refuse):
+        for value, what in zip(values, names if len(values) > 1 else (_VALUE,), strict=True):
             for text in value if isinstance(value, list) else (value,):
-                _check_text(path, place, text)
+                _check_text(path, place, text, what)
         yield values
 
 
@@ -135,13 +142,14 @@ def _is_compressed(path: Path) -> bool:
     return path.suffix.lower() == ".gz"
 
 
-def _check_text(path: Path, place: str, text: Any) -> None:
+def _check_text(path: Path, place: str, text: Any, what: str = _VALUE) -> None:
     if not isinstance(text, str):
-        raise TextFileError(f"{name_of(path)}, {place}: the value is {_shown(text)}, not a text")
+        raise TextFileError(f"{name_of(path)}, {place}: {what} is {_shown(text)}, not a text")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise TextFileError(f"{name_of(path)}, {place}: {_shown(text)} is not valid Unicode") from None
+        shown = f"{_shown(text)}, which is not valid Unicode"
+        raise TextFileError(f"{name_of(path)}, {place}: {what} is {shown}") from None
 
 
 def name_of(path: Path) -> str:
@@ -163,11 +171,9 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
 def check_source(path: Path, delimiter: str | None = None) -> None:
     """Raise TextFileError unless there is such a file, which may have a delimiter if one is given."""
     check_given(delimiter, name_of(path), kind_of(path))
-    if path == STDIN:
-        return
-    if not path.exists():
+    if path != STDIN and not path.exists():
         raise TextFileError(f"{path} does not exist")
-    if not path.is_file():
+    if path != STDIN and not path.is_file():
         raise TextFileError(f"{path} is not a file")
 
 

@@ -188,7 +188,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             self._place_pooler()
         for path, (columns, rows) in family.unused_linears(config).items():
             place(self, path, nn.Linear(columns, rows))
-        self._draw_weights(self.modules())
+        self.draw_weights()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -327,7 +327,8 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             cu_seqlens, max_seqlen: int32 (batch + 1,) and the longest sequence's length, if the input is packed.
             batch: instead of these two, that of a PackedInputs, as in `model(**packed_inputs)`.
             task_type_ids: as token_type_ids, of families that have task types (ERNIE 2.0 and later).
-            options: what sentence-transformers has left of its results in features, which is ignored.
+            options: what transformers' encoders ignore, too: `use_cache`, `num_items_in_batch`, and what
+                sentence-transformers has left of its results in features.
 
         Returns:
             `last_hidden_state`: (batch, seqlen, hidden_size), zeros at padding; (total_tokens, hidden_size) if packed.

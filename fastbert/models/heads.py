@@ -65,7 +65,7 @@ class HeadModel(PreTrainedModel):
         super().__init__(config)
         self.add_module(self.family.prefix, self.base_class(self.config, add_pooling_layer=self.needs_pooler))
         self.build_head(self.config)
-        self._draw_weights(self.modules())
+        self.draw_weights()
         if self.family.heads_first:  # an optimizer's saved state goes by the order of parameters
             self._modules[self.family.prefix] = self._modules.pop(self.family.prefix)
 

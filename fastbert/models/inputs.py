@@ -35,10 +35,12 @@ class EncoderInputs:
     window_positions: torch.Tensor | None = None
 
 
-# What sentence-transformers leaves of its results in features, and hands on when they go through a model again.
-LEFT_IN_FEATURES = frozenset(
-    {"token_embeddings", "sentence_embedding", "scores", "all_layer_embeddings", "token_weights_sum"}
-)
+# What an encoder ignores, as in transformers: a cache is the decoder's, the Trainer's count of items the loss's, and
+# sentence-transformers leaves its results in features, and hands them on when they go through a model again.
+IGNORED = frozenset(
+    {"token_embeddings", "sentence_embedding", "scores", "all_layer_embeddings", "token_weights_sum", "use_cache",
+     "num_items_in_batch"}
+)  # fmt: skip
 
 
 def check_tensors(given: Mapping[str, Any]) -> None:
@@ -52,10 +54,10 @@ def check_tensors(given: Mapping[str, Any]) -> None:
 
 
 def taken(options: dict[str, Any], names: tuple[str, ...], model: nn.Module) -> dict[str, Any]:
-    """Those of a call's further arguments that are given, without what is left in features. Raises TypeError for names
-    that are not among `names`.
+    """Those of a call's further arguments that are given, without what is ignored. Raises TypeError for names that are
+    not among `names`.
     """
-    found = {name: value for name, value in options.items() if value is not None and name not in LEFT_IN_FEATURES}
+    found = {name: value for name, value in options.items() if value is not None and name not in IGNORED}
     if unknown := sorted(found.keys() - set(names)):
         has = f"; it has {', '.join(names)}" if names else ""
         raise TypeError(f"{type(model).__name__} takes no {', '.join(unknown)}{has}")

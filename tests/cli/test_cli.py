@@ -98,7 +98,7 @@ BAD_FILES = {
     "list.jsonl": (b'["a"]\n', 'line 1: the value is ["a"], not a text'),
     "nothing.jsonl": (b"{}\n", "has no columns in its first row"),
     "utf-8.jsonl": (b'"a\xff"\n', "line 1: byte 3 is 0xff, which is not UTF-8"),
-    "surrogate.jsonl": (b'{"text": "\\ud800"}\n', "is not valid Unicode"),
+    "surrogate.jsonl": (b'{"text": "\\ud800"}\n', r'line 1: the value is "\ud800", which is not valid Unicode'),
     "rubbish.parquet": (b"PAR1 no", "rubbish.parquet, after row 0: "),
     "photo.png": (b"\x89PNG", "unknown kind of file '.png'"),
 }

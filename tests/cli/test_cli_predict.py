@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import os
 
@@ -135,6 +136,24 @@ def test_entities_are_those_of_transformers_pipeline(models, tmp_path):
     (tmp_path / "a.conll").write_text("# x\n" + "".join(f"{word} y\n" for word in text.split()))
     assert "line 1: '# x' may be a comment, or a word" in fails("predict", models["tokens"], tmp_path / "a.conll")
     assert rows_of(models["tokens"], tmp_path / "a.conll", "--hash-lines", "comment") == [found]
+
+
+def test_options_that_would_be_ignored(models, tmp_path):
+    words, rows, squad = tmp_path / "a.conll", write(tmp_path / "a.jsonl", {"text": "the cat"}), tmp_path / "a.json"
+    words.write_text("the\ncat\n")
+    write_json(squad, {"data": []})
+    for kind, file in (("tokens", rows), ("single", rows), ("single", words), ("qa", squad), ("tokens", "-")):
+        said = fails("predict", models[kind], file, "--hash-lines", "word")
+        assert f"--hash-lines is for CoNLL files (.conll, .bio, .iob, .iob2) and models of tokens; {file} for" in said
+    for kind, file in (("tokens", words), ("qa", squad)):
+        said = fails("predict", models[kind], file, "--columns", "text")
+        assert f"--columns is for files that have columns; {file} has none" in said
+
+
+def test_words_are_read_from_gzip(models, tmp_path):
+    (tmp_path / "a.conll").write_text("the\ncat\n")
+    (tmp_path / "b.conll.gz").write_bytes(gzip.compress(b"the\ncat\n"))
+    assert rows_of(models["tokens"], tmp_path / "b.conll.gz") == rows_of(models["tokens"], tmp_path / "a.conll")
 
 
 def test_answers_to_questions(models, tmp_path):

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
-from command_line import fails
+from itertools import chain, repeat
 
-from fastbert.data.delimiters import sign_of
+import pytest
+from command_line import fails, run_here
+from datasets import Dataset
+
+from fastbert.data import sources
+from fastbert.data.delimiters import delimiter_of, sign_of
 from fastbert.data.sources import load_source
 from fastbert.data.text_files import read_kept, read_rows, read_texts
 from fastbert.errors import InputError, TextFileError
+from fastbert.training.finetuning.inputs.rows import load_rows
+from fastbert.training.options import FinetuneOptions, PretrainOptions
+from fastbert.training.pretraining import make_task as pretraining
 
 
 def both(path, text, **options) -> list[dict]:
@@ -42,7 +49,13 @@ def test_a_delimiter_is_found(text, wanted, tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ("text,score;weight\nhello; there,1\n", "text;price, EUR\n", "text;price, EUR\na\nb;1\n", 'a;b,c\n"x;1\n'),
+    (
+        "text,score;weight\nhello; there,1\n",
+        "text,score;weight\nhello; there,1\na,b,c\nwe; ran,2\n",
+        "text;price, EUR\n",
+        "text;price, EUR\na\nb\n",
+        'a;b,c\n"x;1\n',
+    ),
 )
 def test_what_the_first_rows_leave_open_is_asked_for(text, tmp_path):
     path = tmp_path / "a.csv"
@@ -50,6 +63,40 @@ def test_what_the_first_rows_leave_open_is_asked_for(text, tmp_path):
     for read in (lambda: list(read_texts(path)), lambda: load_source(path)):
         with pytest.raises((TextFileError, InputError), match=r"first line, ',' or ';'\? .*: say it with --delimiter"):
             read()
+
+
+@pytest.mark.parametrize(
+    "text,number",
+    (
+        ("id,text|t\n1,the cat\n2,a,b\n3,a dog\n", 3),
+        ("id,text|t\n2,a,b\n1,the cat\n3,a dog\n", 2),
+        ("id,text|t\n1,the cat\n2|a\n3,a dog\n", 3),  # one row fits the other sign
+        ('id,text|t\n1,the cat\n"2" a,b\n3,a dog\n', 3),
+        ('id,text|t\n1,the cat\n3,a dog\n"2,a\n', 4),
+    ),
+)
+def test_a_bad_row_among_the_first_ones(text, number, tmp_path):
+    """It is told as in any other table, and may be left out."""
+    path, left_out = tmp_path / "a.csv", []
+    path.write_text(text)
+    assert list(read_texts(path, "text|t", left_out.append)) == ["the cat", "a dog"]
+    assert [f"line {number}" in str(error) for error in left_out] == [True]
+    with pytest.raises(TextFileError, match=f"a.csv, line {number}: "):
+        list(read_texts(path, "text|t"))
+
+
+def test_a_quotation_mark_that_is_left_open(tmp_path):
+    """No more lines are looked at than the first ones: a file may be larger than the memory."""
+    read = 0
+
+    def lines():
+        nonlocal read
+        for line in chain(["id,text|t\n", "1,the cat\n", '"2,a\n'], repeat("3,a dog\n", 50_000)):
+            read += 1
+            yield line
+
+    assert delimiter_of(tmp_path / "a.csv", lines(), is_tsv=False) == ","
+    assert read <= 10_001
 
 
 def test_a_delimiter_that_is_given(tmp_path):
@@ -126,3 +173,62 @@ def test_commands_without_a_table(tmp_path):
     assert "--delimiter is for the files of" in fails("compare", "bert-base", "--delimiter", ";")
     assert "--delimiter needs --corpus" in fails("bench", "--delimiter", ";")
     assert "a delimiter is for .csv and" in fails("encode", "-", "--model", "m", "--output", "-", "--delimiter", ";")
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A table that may be read in two ways, and files of other kinds with the same columns."""
+    (tmp_path / "a.csv").write_text("text,label,n;m\nthe; cat,x,1\na; dog,y,2\n")
+    (tmp_path / "b.jsonl").write_text('{"text": "we ran", "label": "y"}\n{"text": "the cat", "label": "x"}\n')
+    (tmp_path / "c.txt").write_text("the cat sat on the mat\n\na dog ran in\n")
+    return {name: str(tmp_path / name) for name in ("a.csv", "b.jsonl", "c.txt")}
+
+
+@pytest.mark.parametrize("train,held_out", (("a.csv", "b.jsonl"), ("b.jsonl", "a.csv")))
+def test_a_fine_tuning_gives_it_to_its_tables(train, held_out, files):
+    def read(*names, delimiter=","):
+        train, held_out = (files.get(name, name) for name in names)
+        return load_rows(FinetuneOptions(train=(train,), eval=(held_out,), delimiter=delimiter))
+
+    rows = read(train, held_out)
+    found = {train: rows.train["text"][:], held_out: rows.eval["text"][:]}
+    assert found == {"a.csv": ["the; cat", "a; dog"], "b.jsonl": ["we ran", "the cat"]}
+    with pytest.raises(InputError, match=r"a.csv: .* say it with --delimiter"):
+        read(train, held_out, delimiter="")
+    with pytest.raises(InputError, match=r"b.jsonl: a delimiter is for .csv and .tsv files"):
+        read("b.jsonl", "b.jsonl")
+
+
+def test_a_data_set_of_the_hub_beside_a_table(files, monkeypatch):
+    monkeypatch.setattr(sources, "_from_hub", lambda name, split: Dataset.from_dict({"text": [f"{name} {split}"]}))
+    rows = load_rows(FinetuneOptions(train=(files["a.csv"],), eval=("nobody:some",), delimiter=","))
+    assert rows.train["text"][0] == "the; cat" and rows.eval["text"][:] == ["nobody:some validation"]
+    with pytest.raises(InputError, match=r"nobody: a delimiter is for .csv and .tsv files"):
+        load_rows(FinetuneOptions(train=("nobody",), delimiter=","))
+
+
+def test_files_of_several_kinds_are_told_before_it(files):
+    with pytest.raises(InputError, match="files of one kind are needed"):
+        load_source([files["a.csv"], files["b.jsonl"]], delimiter=",")
+
+
+@pytest.mark.parametrize("train,held_out", (("a.csv", "c.txt"), ("c.txt", "a.csv")))
+def test_a_pre_training_gives_it_to_its_tables(train, held_out, files, tmp_path):
+    import tiny
+
+    model = str(tiny.write_model(tmp_path / "model", head="MaskedLM", num_hidden_layers=1))
+    given = {"train": (files[train],), "eval": (files[held_out],), "output": "out", "max_length": 16}
+    task = pretraining(PretrainOptions(model=model, delimiter=",", **given))
+    assert [len(corpus.documents) - 1 for corpus in (task.corpus, task.held_out)] == [2, 2]
+    with pytest.raises(InputError, match=r"a.csv: .* say it with --delimiter"):
+        pretraining(PretrainOptions(model=model, **given))
+
+
+def test_a_comparison_gives_it_to_its_tables(files):
+    """Both files are read before a model is, and there is none."""
+    for words in (("--texts", "c.txt", "--labelled", "a.csv"), ("--texts", "a.csv", "--labelled", "b.jsonl")):
+        words = [files.get(word, word) for word in words]
+        assert "./nobody is not a folder" in run_here("compare", "./nobody", *words, "--delimiter", ",").stderr
+        assert "say it with --delimiter" in run_here("compare", "./nobody", *words).stderr
+    words = ("--texts", files["c.txt"], "--labelled", files["b.jsonl"])
+    assert "a delimiter is for .csv and .tsv files" in fails("compare", "./nobody", *words, "--delimiter", ",")

@@ -52,6 +52,20 @@ def test_a_delimiter_that_is_not_clear(name, line, message, tmp_path):
         list(read_texts(tmp_path / name))
 
 
+@pytest.mark.parametrize(
+    "value,said", (("3", "b is 3, not a text"), (r'"\ud800"', r'b is "\ud800", which is not valid Unicode'))
+)
+def test_the_column_of_what_is_no_text_is_named(value, said, tmp_path):
+    """Of rows with several; a value by itself has no other."""
+    (tmp_path / "a.jsonl").write_text(f'{{"a": "x", "b": {value}}}\n')
+    for columns in (None, ("a", "b")):
+        with pytest.raises(TextFileError) as raised:
+            list(read_rows(tmp_path / "a.jsonl", columns, list))
+        assert str(raised.value) == f"{tmp_path / 'a.jsonl'}, line 1: {said}"
+    with pytest.raises(TextFileError, match="the value is"):
+        list(read_rows(tmp_path / "a.jsonl", ("b",), list))
+
+
 GOOD = ["a cat", "the dog", "we ran"]
 BAD_ROWS = {
     "a.txt": (b"a cat\n\xff\nthe dog\nb\0c\nwe ran\n", [2, 4]),

@@ -59,6 +59,7 @@ REASONS = {
     ("own", "test_resize_tokens_embeddings"): "a fraction of a row is an error of another text",
     ("own", "test_model_weights_reload_no_missing_tied_weights"): "a folder without the layers' weights is an error",
     ("own", "test_can_init_all_missing_weights"): "the same, of a folder without any",
+    ("own", "test_tp_plan_matches_params"): "a model stands on one device: there is no plan of tensor parallelism",
     ("own", "test_model_rope_scaling_from_config_1_dynamic"): "tables that depend on the longest sequence are refused",
 }
 _LACKING = {"exporters.test_export": "ExportTesterMixin", "generation.test_utils": "GenerationTesterMixin"}

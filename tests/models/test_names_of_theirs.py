@@ -11,7 +11,7 @@ from hf import hf_class, hf_config
 
 import fastbert
 from fastbert.models.classes import CLASSES
-from fastbert.models.inputs import LEFT_IN_FEATURES
+from fastbert.models.inputs import IGNORED
 
 IDS = torch.tensor([[5, 6, 7, 8]])
 
@@ -75,7 +75,7 @@ def test_features_with_results_of_before(head):
     """sentence-transformers leaves them there, and transformers' classes read none of them."""
     model = CLASSES["bert", head](config_for("bert", head)).eval()
     expected = model(IDS)[0]
-    for name in LEFT_IN_FEATURES:
+    for name in IGNORED:
         assert torch.equal(model(IDS, **{name: expected})[0], expected)
     with pytest.raises(TypeError, match=f"^{type(model).__name__} takes no past, scoring(; it has labels)?$"):
         model(IDS, scoring=expected, past=1)

@@ -153,6 +153,8 @@ def words_and_tags(path, text, **options):
         ("#\tSYM\n", ["#/SYM"]),
         ("# id 1\nNo\tIN\tDT\n\n# id 2\n#\tx\tSYM\n", ["No/DT", "#/SYM"]),  # by tabs three columns are another thing
         ("#begin document\ncat O\n\n#end document\n", ["cat/O"]),
+        ("# text = the cat .\nthe\tDET\ncat\tN\n.\t.\n", ["the/DET cat/N ./."]),  # it ends with what is a tag
+        ("the\tDET\n# is this so: O\n# SYM\n#\tSYM\n1\tO\n", ["the/DET #/SYM 1/O"]),
     ),
 )
 def test_lines_of_conll_files_that_are_clear(text, wanted, tmp_path):
@@ -195,7 +197,21 @@ def test_a_fine_tuning_is_told_what_a_line_is(tmp_path):
         task_of(base(tmp_path), labelled(tmp_path, ["a", "b"]), hash_lines="word")
 
 
+def test_options_of_other_files_with_words(tmp_path):
+    (tmp_path / "a.conll").write_text("No DT\n\n200 CD\n")
+    rows = write_rows(tmp_path / "a.jsonl", [{"tokens": ["No", "200"], "tags": ["DT", "CD"]}])
+    with pytest.raises(InputError, match=r"hash_lines is for CoNLL files \(.conll, .*\), and .*a.jsonl is none"):
+        task_of(base(tmp_path), rows, task="tokens", hash_lines="word")
+    for options in ({"text_columns": ("tokens",)}, {"label_column": "tags"}):
+        with pytest.raises(InputError, match=r"_columns? is for files that have columns by name, and .*a.conll"):
+            task_of(base(tmp_path), str(tmp_path / "a.conll"), task="tokens", **options)
+        mixed = task_of(base(tmp_path), str(tmp_path / "a.conll"), rows, task="tokens", hash_lines="word", **options)
+        assert mixed.labels.names == ("CD", "DT")
+
+
 def test_words_alone_with_comments(tmp_path):
+    tabs = "# .\nthe\tDET\ncat\tN\n.\t.\n"
+    assert words_and_tags(tmp_path / "b.conll", tabs, with_tags=False) == ["the/DET cat/N ./."]
     text = "# newdoc\n# text = he saw .\nhe\nsaw\n# text = x\n#\n.\n"
     assert words_and_tags(tmp_path / "a.conll", text, with_tags=False) == ["he/he saw/saw #/# ./."]
 
@@ -250,3 +266,28 @@ def test_names_in_brackets(tmp_path):
 def test_lists_that_are_texts(text, tmp_path):
     with pytest.raises(InputError, match=r"lists written as texts\? Give lists in a .jsonl"):
         task_of(base(tmp_path), labelled(tmp_path, [text, "[a]"]))
+
+
+@pytest.mark.parametrize(
+    "values",
+    (
+        ["['a', 'b']", "['a']"],
+        ['["a", "b"]', '["a"]'],
+        ["['a' 'b']", "['a']"],
+        ["[a, b]", "[a]"],
+        ["('a', 'b')", "('a',)"],
+        ["{'a', 'b'}", "{'a'}"],
+        ["[0 1]", "[1]"],
+        ["a", "[]"],
+    ),
+)
+def test_lists_that_are_texts_are_no_names(values, tmp_path):
+    """They would fall into labels such as ['a' and 'b']. The message does not say what is refused, either."""
+    for options in ({}, {"label_type": "names"}, {"label_type": "multi_hot"}):
+        with pytest.raises(InputError, match=r"lists written as texts\? .*, say --problem-type single_label_class\w+$"):
+            task_of(base(tmp_path), labelled(tmp_path, values), problem_type=SEVERAL, **options)
+
+
+def test_several_names_in_brackets(tmp_path):
+    found = meaning(tmp_path, labelled(tmp_path, ["[PER], [LOC]", "[LOC]"]), problem_type=SEVERAL)
+    assert found == (SEVERAL, ("[LOC]", "[PER]"), [[1.0, 1.0], [1.0, 0.0]])

@@ -62,8 +62,8 @@ def run(options: argparse.Namespace) -> int:
     if lengths is None:
         known = ", ".join(w.id for w in WORKLOADS)
         raise UsageError(f"--workload: unknown {options.workload!r}; known are {known}")
-    data = None if options.labelled is None else read_labelled(options.labelled, options.delimiter)
-    texts = None if options.texts is None else list(read_texts(options.texts, delimiter=options.delimiter))
+    data = None if options.labelled is None else read_labelled(options.labelled, _delimiter(options, "labelled"))
+    texts = None if options.texts is None else list(read_texts(options.texts, delimiter=_delimiter(options, "texts")))
     if texts is not None and not texts:
         raise UsageError(f"{options.texts} holds no texts")
     candidates, failed = [], 0
@@ -99,6 +99,13 @@ def run(options: argparse.Namespace) -> int:
             say("no chart: it needs matplotlib (pip install matplotlib)")
         say(f"{len(rows)} models -> {options.output}")
     return USER_ERROR if failed else 0
+
+
+def _delimiter(options: argparse.Namespace, name: str) -> str | None:
+    from fastbert.data.sources import delimiter_for
+
+    every = [str(path) for path in (options.texts, options.labelled) if path is not None]
+    return delimiter_for([str(vars(options)[name])], every, options.delimiter)
 
 
 def _load(name: str, dtype: Any, reads_texts: bool) -> Candidate:

@@ -20,9 +20,11 @@ from fastbert.cli.parser import (
     windows_of,
 )
 from fastbert.cli.stopping import raise_if_stopped, say
-from fastbert.data.text_files import TEXT_KINDS, check_source, name_of, read_rows
+from fastbert.data.text_files import TEXT_KINDS, check_source, kind_of, name_of, read_rows
 from fastbert.messages import absent, install
 from fastbert.training.options import HASH_LINES, HASH_LINES_HELP
+
+_CONLL = (".conll", ".bio", ".iob", ".iob2")  # a .txt has texts here
 
 
 def add(commands: Any) -> None:
@@ -87,8 +89,7 @@ def run(options: argparse.Namespace) -> int:
     raise_if_stopped()
     usage = read_usage(transformer_folder(resolve(options.model)), options.model)
     kind, total = KINDS[usage.task], 0
-    if options.all and usage.task != "classification":
-        raise UsageError(f"--all is for classification; {options.model} is for {usage.task}")
+    _check_given(options, usage)
     model = load_to_run(kind.model, options)
     if usage.max_length is not None:
         model.max_seq_length = usage.max_length
@@ -109,6 +110,25 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check_given(options: argparse.Namespace, usage: Any) -> None:
+    """Options that would be ignored."""
+    if options.all and usage.task != "classification":
+        raise UsageError(f"--all is for classification; {options.model} is for {usage.task}")
+    if options.hash_lines != "auto" and not _is_conll(options.file, usage):
+        what = f"CoNLL files ({', '.join(_CONLL)}) and models of tokens"
+        raise UsageError(f"--hash-lines is for {what}; {options.file} for {options.model} is read without it")
+    if options.columns and (_is_conll(options.file, usage) or _is_squad(options.file, usage)):
+        raise UsageError(f"--columns is for files that have columns; {options.file} has none")
+
+
+def _is_conll(path: Path, usage: Any) -> bool:
+    return usage.task == "tokens" and kind_of(path) in _CONLL
+
+
+def _is_squad(path: Path, usage: Any) -> bool:
+    return usage.task == "qa" and path.suffix == ".json"
+
+
 def _rows(options: argparse.Namespace, usage: Any) -> Iterator[dict[str, Any]]:
     """What the model reads of each row, by the columns' names."""
     from fastbert.training.finetuning.inputs.squad import load_questions
@@ -116,12 +136,12 @@ def _rows(options: argparse.Namespace, usage: Any) -> Iterator[dict[str, Any]]:
     from fastbert.training.finetuning.readers import input_columns
 
     path, given = options.file, options.columns
-    if usage.task == "qa" and path.suffix == ".json":
+    if _is_squad(path, usage):
         found = load_questions([str(path)], "test", with_answers=False)
         for question, context in zip(found.questions, found.contexts, strict=True):
             yield {"question": question, "context": context}
         return
-    if usage.task == "tokens" and path.suffix in (".conll", ".bio", ".iob", ".iob2"):
+    if _is_conll(path, usage):
         for text in read_conll(path, with_tags=False, hash_lines=options.hash_lines):
             yield {"text": [word for word, _ in text]}
         return

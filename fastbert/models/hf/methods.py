@@ -6,7 +6,7 @@ Each is given its meaning for our models here, or one clear error. A test goes t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator, Set
 from typing import Any, NoReturn
 
 import torch
@@ -26,6 +26,21 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNor
 _PRODUCTS = (nn.Linear, nn.modules.conv._ConvNd)
 
 
+def _held(module: nn.Module) -> list[torch.Tensor]:
+    """What a module itself holds."""
+    return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+
+
+def _children_first(owner: nn.Module, module: nn.Module, seen: set[int]) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """The modules of a tree, each once, behind the model that initialises it."""
+    seen.add(id(module))
+    owner = module if hasattr(module, "_init_weights") else owner
+    for child in module.children():
+        if id(child) not in seen:
+            yield from _children_first(owner, child, seen)
+    yield owner, module
+
+
 class TheirMethods(CheckpointMixin):
     """Methods and entries of a class that transformers' own code reads or calls."""
 
@@ -41,7 +56,7 @@ class TheirMethods(CheckpointMixin):
 
     def init_weights(self) -> None:
         """Initialise modules that are new: not what a model's constructor has made, loaded or not (as transformers)."""
-        self._draw_weights([module for module in self.modules() if _INITIALISED not in module.__dict__])
+        self.draw_weights({id(t) for m in self.modules() if _INITIALISED in m.__dict__ for t in _held(m)})
 
     def mark_initialised(self) -> None:
         """All modules have their weights: a checkpoint has brought them."""
@@ -54,25 +69,40 @@ class TheirMethods(CheckpointMixin):
             module.__dict__.pop(_INITIALISED, None)
         return super().to_empty(device=device, recurse=recurse)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        """Called by load_state_dict, of this model or of one around it: what is loaded after to_empty is not drawn."""
+        super()._load_from_state_dict(state_dict, prefix, *others)  # type: ignore[misc]
+        for name, module in self.named_modules(prefix=prefix.removesuffix(".")):
+            own = {**module._parameters, **module._buffers}
+            kept = [key for key, t in own.items() if t is not None and key not in module._non_persistent_buffers_set]
+            if kept and all(f"{name}.{key}".removeprefix(".") in state_dict for key in kept):
+                module.__dict__[_INITIALISED] = True
+
     @torch.no_grad()
-    def _draw_weights(self, modules: Iterable[nn.Module]) -> None:
-        modules = list(modules)
-        held = Counter(id(p) for module in modules for p in module._parameters.values())
+    def draw_weights(self, kept: Set[int] = frozenset()) -> None:
+        """Initialise what modules hold, children first, but for the tensors with an id in `kept`.
+
+        Each by the rule of the model that is closest around it, as in transformers.
+        """
+        modules = list(_children_first(self, self, set()))
+        held = Counter(id(p) for _, module in modules for p in module._parameters.values())
         # Where weights are tied by now, as to_empty leaves them under FSDP2, the embedding's row of padding is 0.
-        for module in sorted(modules, key=lambda m: isinstance(m, nn.Embedding) and held[id(m.weight)] > 1):
-            self._draw(module)
+        modules.sort(key=lambda entry: isinstance(entry[1], nn.Embedding) and held[id(entry[1].weight)] > 1)
+        for owner, module in modules:
+            self._draw(owner, module, kept)
         self.tie_weights()
 
-    def _draw(self, module: nn.Module) -> None:
+    def _draw(self, owner: Any, module: nn.Module, kept: Set[int]) -> None:
         """Initialise what a module itself holds. What is on the meta device has no values, and is new later on, too."""
-        own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+        own = _held(module)
         if any([t.is_meta for t in own]):
             return
-        loaded = [(t, t.clone()) for t in own if _INITIALISED in t.__dict__]  # by transformers, in a model of its own
-        if not own or len(loaded) < len(own):
-            self._init_weights(module)
-        for t, value in loaded:
-            t.copy_(value)
+        # Marked tensors: loaded by transformers, into a model around this one.
+        there = [(t, t.clone()) for t in own if id(t) in kept or _INITIALISED in t.__dict__]
+        if len(there) < len(own):
+            owner._init_weights(module)
+            for t, value in there:
+                t.copy_(value)
         if own or module is not self:  # to which a subclass may add a parameter yet
             module.__dict__[_INITIALISED] = True
 
@@ -120,7 +150,7 @@ class TheirMethods(CheckpointMixin):
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         """What the post_init of a model around this one calls for each module in it."""
         if _INITIALISED not in module.__dict__:
-            self._draw(module)
+            self._draw(self, module, frozenset())
 
     @classmethod
     def _from_config(cls, config: Any, **options: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from fastbert.data.sentence_folder import FolderSettings
+from fastbert.data.sources import delimiter_for
 from fastbert.data.tokenized import CHUNK_INPUTS
 from fastbert.data.usage import Usage
 from fastbert.data.windows import TokenWindows
@@ -30,9 +32,8 @@ def make_task(options: FinetuneOptions) -> QuestionAnswering:
     folder = find_base(options)
     if not options.train:
         raise InputError("train is missing: the file to learn from")
-    sign = options.delimiter or None
-    train = _with_places(load_questions(options.train, "train", delimiter=sign))
-    held_out = load_questions(options.eval, "validation", delimiter=sign) if options.eval else None
+    train = _with_places(_load(options.train, options, "train"))
+    held_out = _load(options.eval, options, "validation") if options.eval else None
     model, tokenizer = load_base(folder, AutoModelForQuestionAnswering, options, {"num_labels": 2})
     no_answer = not all(train.answers)
     usage = Usage("qa", ("question", "context"), options.max_length, options.doc_stride or None, no_answer)
@@ -47,6 +48,11 @@ def make_task(options: FinetuneOptions) -> QuestionAnswering:
         finder=finder,
         held_out=held_out,
     )
+
+
+def _load(names: Sequence[str], options: FinetuneOptions, split: str) -> Questions:
+    sign = delimiter_for(names, (*options.train, *options.eval), options.delimiter)
+    return load_questions(names, split, delimiter=sign)
 
 
 def _with_places(data: Questions) -> Questions:

@@ -8,7 +8,7 @@ from typing import Any
 from fastbert.checkpoint.pretrained import read_config
 from fastbert.config import EncoderConfig
 from fastbert.data.pretraining.corpus import Corpus, tokenize_corpus
-from fastbert.data.sources import Source
+from fastbert.data.sources import Source, delimiter_for
 from fastbert.data.vocabulary import Design, Vocabulary, has_vocabulary, read_vocabulary, train_vocabulary
 from fastbert.errors import ConfigError
 from fastbert.families import FAMILIES
@@ -124,7 +124,7 @@ def _new_vocabulary(options: PretrainOptions, model_type: str, train: Source, lo
         cased=options.cased,
         max_length=max(512, longest),
     )
-    return train_vocabulary(train, design, column=options.column, delimiter=options.delimiter or None)
+    return train_vocabulary(train, design, column=options.column, delimiter=_delimiter(options, "train"))
 
 
 def _make_model(options: PretrainOptions, config: EncoderConfig, folder: Path | None) -> Any:
@@ -161,5 +161,10 @@ def _check_length(model: Any, longest: int) -> None:
 
 def _corpus(source: Source, vocabulary: Vocabulary, options: PretrainOptions, name: str) -> Corpus:
     return tokenize_corpus(
-        source, vocabulary.tokenizer, column=options.column, split=DATA[name], delimiter=options.delimiter or None
+        source, vocabulary.tokenizer, column=options.column, split=DATA[name], delimiter=_delimiter(options, name)
     )
+
+
+def _delimiter(options: PretrainOptions, name: str) -> str | None:
+    """For the files of --train or --eval."""
+    return delimiter_for(vars(options)[name], (*options.train, *options.eval), options.delimiter)

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 _ABSENT = ("na", "n/a", "null", "none")  # in a column of numbers: no label
 _BITS = {"0": 0, "1": 1, "0.0": 0.0, "1.0": 1.0, "false": 0, "true": 1}  # of multi-hot rows, where they are texts
+_BRACKETS: dict[str, Any] = {"[]": list, "()": tuple, "{}": (set, dict)}  # of lists that are texts, and what they are
+_ONE_IN_BRACKETS = re.compile(r"\[[^\s,'\"\[\]]+\]")  # such as [7], a list of JSON, which may be a name
 Problem = Literal["single_label_classification", "multi_label_classification", "regression"]
 
 
@@ -216,11 +219,12 @@ def _is_whole(value: Any) -> bool:
 
 def _are_multi_hot(values: list[Any], kind: str, first: str) -> bool:
     """Whether rows of several labels have a 0 or a 1 for each label, and are no lists of names."""
-    if kind != "names" and any(_is_list_as_text(value) for value in values):
-        ways = "Give lists in a .jsonl or a .parquet, or names with commas. Where names have brackets, say"
-        raise InputError(
-            f"{first}: lists written as texts? {ways} --problem-type single_label_classification, or --label-type names"
-        )
+    lists = [value for value in values if _is_list_as_text(value)]
+    may_be_names = all(map(_ONE_IN_BRACKETS.fullmatch, map(str.strip, lists)))
+    if lists and not (kind == "names" and may_be_names):
+        ways = "Give lists in a .jsonl or a .parquet, or commas alone (a,b). Where names have brackets, say"
+        more = ", or --label-type names" if may_be_names else ""
+        raise InputError(f"{first}: lists written as texts? {ways} --problem-type single_label_classification{more}")
     if kind != "auto":
         return kind == "multi_hot"
     rows_of_bits = [_bits_of(value) for value in values]
@@ -253,13 +257,18 @@ def _has_doubles(rows_of_bits: list[list[Any]]) -> bool:
 
 
 def _is_list_as_text(value: Any) -> bool:
-    """Of JSON, Python or NumPy. A name may stand in brackets, too: "[PER]"."""
-    if not isinstance(value, str) or not (value.strip().startswith("[") and value.strip().endswith("]")):
+    """Of JSON, Python or NumPy, or without quotation marks: "[a, b]"; also tuples and sets. A name may stand in
+    brackets, too: "[PER]", "[PER], [LOC]".
+    """
+    text = value.strip() if isinstance(value, str) else ""
+    if text[:1] + text[-1:] not in _BRACKETS:
         return False
     for read in (json.loads, ast.literal_eval):
         with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            return isinstance(read(value.strip()), list)
-    return all(map(is_number, value.strip()[1:-1].split()))
+            return isinstance(read(text), _BRACKETS[text[0] + text[-1]])
+    first, comma, _ = text.partition(",")
+    is_cut = bool(comma) and text[-1] not in first  # at its commas it would fall into names with one bracket
+    return is_cut or all(map(is_number, text[1:-1].split()))
 
 
 def _is_missing(value: Any) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastbert.data.sources import check_columns, check_texts, load_source
+from fastbert.data.sources import check_columns, check_texts, delimiter_for, load_source
 from fastbert.data.tokenized import Text
 from fastbert.errors import InputError
 from fastbert.training.options import FinetuneOptions
@@ -46,13 +46,17 @@ def load_rows(options: FinetuneOptions) -> Rows:
     if not options.train:
         raise InputError("train is missing: the file to learn from")
     train_name, eval_name = (", ".join(names) for names in (options.train, options.eval))
-    sign = options.delimiter or None
-    train = load_source(list(options.train), delimiter=sign)
-    held_out = load_source(list(options.eval), split="validation", delimiter=sign) if options.eval else None
+    train = _load(options.train, options, "train")
+    held_out = _load(options.eval, options, "validation") if options.eval else None
     for rows, name in ((train, train_name), (held_out, eval_name)):
         if rows is not None and not len(rows):
             raise InputError(f"{name} holds no rows")
     return Rows(train, held_out, train_name, eval_name)
+
+
+def _load(names: Sequence[str], options: FinetuneOptions, split: str) -> Dataset:
+    sign = delimiter_for(names, (*options.train, *options.eval), options.delimiter)
+    return load_source(list(names), split, delimiter=sign)
 
 
 def text_columns(

@@ -36,7 +36,7 @@ def load_questions(
     """Raises InputError, naming the question: nothing there, a part that is missing, or an empty one."""
     name = ", ".join(names)
     made = Questions([], [], [], [], name)
-    if delimiter is None and all(Path(path).suffix.lower() == ".json" and Path(path).is_file() for path in names):
+    if not delimiter and all(Path(path).suffix.lower() == ".json" and Path(path).is_file() for path in names):
         for path in names:
             _read_squad(Path(path), made, with_answers)
     else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastbert.data.sources import check_columns, load_source
+from fastbert.data.sources import check_columns, delimiter_for, load_source
 from fastbert.data.text_files import kind_of, lines_of
 from fastbert.errors import InputError, TextFileError
 from fastbert.training.finetuning.inputs.labels import in_order, plain
@@ -36,6 +36,7 @@ def load_tagged(options: FinetuneOptions) -> tuple[Tagged, Tagged | None, tuple[
     """(what to learn from, what to judge by, the tags). Raises InputError."""
     if not options.train:
         raise InputError("train is missing: the file to learn from")
+    _check_given(options)
     train = _load(options.train, options, "train")
     held_out = _load(options.eval, options, "validation") if options.eval else None
     names = tuple(in_order({tag for tags in train.tags for tag in tags}))
@@ -47,10 +48,20 @@ def load_tagged(options: FinetuneOptions) -> tuple[Tagged, Tagged | None, tuple[
     return train, held_out, names
 
 
+def _check_given(options: FinetuneOptions) -> None:
+    """Raises InputError for an option that would be ignored."""
+    conll = [path for path in (*options.train, *options.eval) if is_conll(path)]
+    if options.hash_lines != "auto" and not conll:
+        raise InputError(f"hash_lines is for CoNLL files ({', '.join(CONLL)}), and {options.train[0]} is none")
+    given = [name for name in ("text_columns", "label_column") if getattr(options, name)]
+    if given and len(conll) == len(options.train) + len(options.eval):
+        raise InputError(f"{given[0]} is for files that have columns by name, and {conll[0]} has none")
+
+
 def _load(names: Sequence[str], options: FinetuneOptions, split: str) -> Tagged:
     name = ", ".join(names)
-    sign = options.delimiter or None
-    if sign is None and all(is_conll(path) for path in names):
+    sign = delimiter_for(names, (*options.train, *options.eval), options.delimiter)
+    if not sign and all(is_conll(path) for path in names):
         texts = [text for path in names for text in read_conll(Path(path), hash_lines=options.hash_lines)]
         tagged = Tagged(
             [[word for word, _ in text] for text in texts], [[tag for _, tag in text] for text in texts], name
@@ -129,6 +140,8 @@ class _Words:
     def has(self, line: str, columns: list[str], *, is_first: bool, with_tags: bool) -> bool | None:
         """Whether a line is a word, and no comment; None: it may be either."""
         has_tab = "\t" in line
+        if self.shapes and not has_tab and all(tab for tab, _ in self.shapes):
+            return False  # whatever its last word is: "# text = the cat ." has the tag of full stops behind it
         is_like_words = (has_tab, len(columns)) in self.shapes or not self.shapes
         is_tagged = columns[-1] in self.tags or _TAG.fullmatch(columns[-1]) is not None
         if not with_tags and self.shapes and len(columns) > max(width for _, width in self.shapes):
