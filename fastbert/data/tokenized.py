@@ -16,14 +16,13 @@ import torch
 from tokenizers import Tokenizer
 
 from fastbert.data.budget import batch_tokens_of, token_batches
-from fastbert.data.long_texts.pairs import Text, encode
-from fastbert.data.long_texts.pieces import groups
 from fastbert.packed_inputs import PackedInputs, pack_inputs
 from fastbert.packing import PackedBatch
 
 CHUNK_TEXTS = 4096  # tokenised at a time, at most
 CHUNK_INPUTS = 1024  # that share batches: those of a long file are the same, read whole or so many at a time
 
+Text = str | tuple[str, str]  # one text, or a pair
 Output = TypeVar("Output")
 
 
@@ -75,6 +74,9 @@ def pack(sequences: Sequence[Mapping[str, Any]]) -> PackedInputs:
 
 def tokenize(tokenizer: Tokenizer, inputs: Sequence[Text], *, with_types: bool) -> Tokenized:
     """The tokens of texts, or of pairs of texts, cut to the length that the tokenizer's `truncation` allows."""
+    from fastbert.data.long_texts.pairs import encode  # here, as below: `import fastbert` does without it
+    from fastbert.data.long_texts.pieces import groups
+
     ids, types, lengths, cut = [], [], list[int](), list[int]()
     longest = (tokenizer.truncation or {}).get("max_length")
     for group in groups(inputs, CHUNK_TEXTS):
@@ -97,6 +99,8 @@ def tokenize(tokenizer: Tokenizer, inputs: Sequence[Text], *, with_types: bool) 
 
 def tokenize_one(tokenizer: Tokenizer, one: Text, *, with_types: bool) -> PackedInputs:
     """The batch of one text, or of one pair: what Tokenized.pack makes of it, without what many of them need."""
+    from fastbert.data.long_texts.pairs import encode
+
     made = encode(tokenizer, [one])[0]
     ids = made.ids
     # By NumPy: torch.tensor takes twice the time, 8 microseconds more where nothing is in a cache.

@@ -15,7 +15,6 @@ from fastbert.serve.metrics import Metrics
 # text-embeddings-inference's statuses by its kinds of error; from "json" on they are plain HTTP's.
 STATUS = {
     "validation": 422,
-    "tokenizer": 422,
     "empty": 400,
     "overloaded": 429,
     "backend": 424,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Encoding, Tokenizer
@@ -11,22 +10,20 @@ from tokenizers import Encoding, Tokenizer
 from fastbert.data.long_texts.pieces import as_far_as_needed, is_long, pieces_of, uncut
 from fastbert.data.long_texts.template import Template
 
-Text = str | tuple[str, str]  # one text, or a pair
 
-
-@dataclass(slots=True)
 class CutPair:
     """What is read of the Encoding of a pair: ids and types of its tokens, and whether it was cut."""
 
-    ids: list[int]
-    type_ids: list[int]
-    overflowing: bool
+    __slots__ = ("ids", "overflowing", "type_ids")
+
+    def __init__(self, ids: list[int], type_ids: list[int], overflowing: bool):
+        self.ids, self.type_ids, self.overflowing = ids, type_ids, overflowing
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
-def encode(tokenizer: Tokenizer, inputs: Sequence[Text]) -> list[Encoding | CutPair]:
+def encode(tokenizer: Tokenizer, inputs: Sequence[str | tuple[str, str]]) -> list[Encoding | CutPair]:
     """The tokens of each input, on all cores. A long text is read as far as truncation keeps it.
 
     Of a pair whose texts are both cut, `tokenizers` makes a sequence of each piece of the one with each of the other:
@@ -48,7 +45,7 @@ def encode(tokenizer: Tokenizer, inputs: Sequence[Text]) -> list[Encoding | CutP
     return made
 
 
-def _not_short(tokenizer: Tokenizer, inputs: Sequence[Text], pairs: list[int]) -> list[int]:
+def _not_short(tokenizer: Tokenizer, inputs: Sequence[str | tuple[str, str]], pairs: list[int]) -> list[int]:
     """Places of the pairs that have more bytes than tokens are kept of them. Of the others a normalizer that writes
     signs out may make more tokens, but few pieces.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import islice
 
 from tokenizers import Tokenizer
@@ -14,11 +15,15 @@ AROUND = 200  # characters behind a place whose tokens are compared
 BEFORE = (200, 61, 53, 47)  # and before it: rows of words of any length are begun with odd and even numbers of them
 PLACES_TO_TRY = 50
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-# Most tokenizers take words one by one between blanks; others are before white space, around signs, between ideographs.
-_PLACES = (
-    re.compile(r"(?<=\w)(?= \w)"),
-    re.compile(rf"(?<=\S)(?=\s\S)|(?<=[^\w\s])(?=\S)|(?<=\w)(?=[^\w\s])|(?<=[{_CJK}])(?=[{_CJK}])"),
-)
+
+
+@cache
+def _places() -> tuple[re.Pattern[str], ...]:
+    """Most tokenizers take words one by one between blanks; others are before white space, around signs, between
+    ideographs.
+    """
+    others = rf"(?<=\S)(?=\s\S)|(?<=[^\w\s])(?=\S)|(?<=\w)(?=[^\w\s])|(?<=[{_CJK}])(?=[{_CJK}])"
+    return re.compile(r"(?<=\w)(?= \w)"), re.compile(others)
 
 
 def uncut(tokenizer: Tokenizer) -> Tokenizer:
@@ -117,7 +122,7 @@ def _parting(tokenizer: Tokenizer, text: str, after: int) -> int | None:
     if pre_tokenizer is None or len(pre_tokenizer.pre_tokenize_str("ab cd")) < 2:
         return None
     for stop in (after + PIECE_CHARS, len(text)):
-        for places in _PLACES:
+        for places in _places():
             for found in islice(places.finditer(text, after, stop), PLACES_TO_TRY):
                 if _is_parted(tokenizer, text, found.start()):
                     return found.start()
