@@ -98,10 +98,11 @@ class TheirMethods(CheckpointMixin):
         if any([t.is_meta for t in own]):
             return
         # Marked tensors: loaded by transformers, into a model around this one.
-        there = [(t, t.clone()) for t in own if id(t) in kept or _INITIALISED in t.__dict__]
+        there = [t for t in own if id(t) in kept or _INITIALISED in t.__dict__]
         if len(there) < len(own):
+            values = [t.clone() for t in there]
             owner._init_weights(module)
-            for t, value in there:
+            for t, value in zip(there, values, strict=True):
                 t.copy_(value)
         if own or module is not self:  # to which a subclass may add a parameter yet
             module.__dict__[_INITIALISED] = True
