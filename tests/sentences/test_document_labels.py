@@ -80,7 +80,7 @@ def literal(parts, kind: str, one, windows: dict[str, int]) -> dict[tuple[str, s
 
 
 @pytest.mark.parametrize("count", (20, pytest.param(200, marks=pytest.mark.full)))
-@left_to_full(lambda p: p["kind"] == "relevance")  # in test_scores_of_documents
+@left_to_full(lambda p: p["kind"] != "several")  # relevance: in test_scores_of_documents
 @pytest.mark.parametrize("kind", KINDS)
 def test_labels_of_documents_are_those_of_a_loop(folders, kind, count):
     inputs = [*texts_of(count - count // 4), *pairs_of(count // 4)]
