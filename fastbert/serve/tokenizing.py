@@ -16,7 +16,6 @@ import anyio
 INLINE = 2000  # characters, or ids; to tokenise more would hold up the other requests: a thread does it
 LARGE = 1 << 17  # more may take a hundred times their memory: one request after the other
 MIDDLE_THREADS = 4  # for what is between; a text takes all cores by itself, so more would gain nothing
-LONG_S = 0.1  # what took so long has made much, of whatever size it is
 
 Made = TypeVar("Made")
 
@@ -34,9 +33,10 @@ class Tokenizing:
         size = sum(sum(map(len, one)) if isinstance(one, tuple) else len(one) for one in inputs)
         if size <= INLINE:
             return _timed(make)
-        threads = self._large if size > LARGE else self._middle
+        # Not by the time that it took: all memory that computing is about to use again would be given back, too.
+        threads, run = (self._large, _giving_back) if size > LARGE else (self._middle, _timed)
         with anyio.fail_after(timeout_s):
-            return await threads.run(partial(_giving_back, make, size > LARGE))
+            return await threads.run(partial(run, make))
 
 
 class _Threads:
@@ -60,12 +60,11 @@ def _timed(make: Callable[[], Made]) -> tuple[Made, float]:
     return made, time.perf_counter() - start
 
 
-def _giving_back(make: Callable[[], Made], is_large: bool) -> tuple[Made, float]:
-    start = time.perf_counter()
+def _giving_back(make: Callable[[], Made]) -> tuple[Made, float]:
     try:
         return _timed(make)
     finally:
-        if _trim is not None and (is_large or time.perf_counter() - start > LONG_S):
+        if _trim is not None:
             _trim(0)
 
 
