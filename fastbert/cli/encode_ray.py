@@ -30,10 +30,7 @@ def encode_on_ray(
     force: bool,
 ) -> str:
     """Returns a one-line summary. Raises UsageError, InputError and ConfigError for what a user can mend."""
-    if output.endswith((".npy", ".jsonl", ".parquet")):
-        raise UsageError(
-            f"--output {output}: with --engine ray it is a folder, which gets a parquet file for each block"
-        )
+    _check_is_folder(output)
     from fastbert.bulk.blocks import absolute, column_names
     from fastbert.bulk.ray_engine import encode_files, import_ray
     from fastbert.bulk.worker import WorkerSettings
@@ -84,6 +81,13 @@ def encode_on_ray(
         progress.close()
     say_cut(progress.cut, progress.max_length, say, "--windows, without --engine ray,")
     return f"{texts:,} texts{rate_of(progress.tokens, time.perf_counter() - progress.start)} -> {output}"
+
+
+def _check_is_folder(output: str) -> None:
+    if output.endswith((".npy", ".jsonl", ".parquet")):
+        raise UsageError(
+            f"--output {output}: with --engine ray it is a folder, which gets a parquet file for each block"
+        )
 
 
 class _Progress:
