@@ -7,6 +7,7 @@ import socket
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from fastbert.packed_weights import keep_packed_only
 from fastbert.serve.app import make_app
 from fastbert.serve.engine import load_engine
 from fastbert.serve.http.access_log import AccessLog, RequestLog
-from fastbert.serve.http.protocol import SPARE, bounded, only_live
+from fastbert.serve.http.protocol import SPARE, Bounded, Bounds, only_live
 from fastbert.serve.http.server import HttpServer
 from fastbert.serve.limits import Limits
 
@@ -92,11 +93,12 @@ def make_server(
     log: Callable[[str], None] = lambda line: None,
 ) -> HttpServer:
     logged = RequestLog(only_live(app), web.access_log, log)
+    bounds = Bounds(limits.timeout_s, max_connections, logged)
     return HttpServer(
         uvicorn.Config(
             logged,
             lifespan="on",
-            http=bounded(limits.timeout_s, max_connections, logged),
+            http=partial(Bounded, bounds),  # type: ignore[arg-type]  # uvicorn calls it
             ws="none",
             log_level="error",
             access_log=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -19,114 +20,127 @@ LIVE = "/live"
 BUSY = "fastbert.busy"  # where the scope has what a connection above the limit is told
 
 
-def bounded(timeout_s: float, max_connections: int, log: RequestLog) -> type[HttpToolsProtocol]:
-    """A protocol for uvicorn, of an application that `only_live` has. A connection ends when a request does not arrive,
-    or its answer is not read, in time.
+@dataclasses.dataclass
+class Bounds:
+    """What all connections of a server share. `log` has the lines of what is refused here."""
+
+    timeout_s: float
+    max_connections: int
+    log: RequestLog
+    spare: dict[Bounded, None] = dataclasses.field(default_factory=dict)  # in the order in which they came
+
+    @property
+    def busy(self) -> str:
+        return f"{self.max_connections} connections are open: try again later"
+
+
+class Bounded(HttpToolsProtocol):
+    """Of an application that `only_live` has. A connection ends when a request does not arrive, or its answer is not
+    read, in time.
 
     One above `max_connections` gets 503 for all but LIVE, whoever holds the others: who restarts a server that does not
-    live must not do so because clients send half of a request. Of too many of these the oldest goes. `log` has the
-    lines of what is refused here.
+    live must not do so because clients send half of a request. Of too many of these the oldest goes.
     """
-    busy = f"{max_connections} connections are open: try again later"
-    spare: dict[Any, None] = {}  # in the order in which they came
 
-    class Bounded(HttpToolsProtocol):
-        beside = 0  # bytes of this request that are not its body
-        answering: RequestResponseCycle | None = None  # uvicorn's own `cycle` is the latest that came in
-        reading: asyncio.TimerHandle | None = None
-        writing: asyncio.TimerHandle | None = None
+    beside = 0  # bytes of this request that are not its body
+    answering: RequestResponseCycle | None = None  # uvicorn's own `cycle` is the latest that came in
+    reading: asyncio.TimerHandle | None = None
+    writing: asyncio.TimerHandle | None = None
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            if len(self.connections) - len(spare) > max_connections:
-                spare[self] = None
-                if len(spare) > SPARE:
-                    next(iter(spare)).refuse("busy", busy)
-            self.await_request()
+    def __init__(self, bounds: Bounds, **uvicorns: Any):
+        super().__init__(**uvicorns)
+        self.bounds = bounds
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            for timer in (self.reading, self.writing):
-                if timer is not None:
-                    timer.cancel()
-            spare.pop(self, None)
-            self.drop_requests()
-            super().connection_lost(exc)
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        spare = self.bounds.spare
+        if len(self.connections) - len(spare) > self.bounds.max_connections:
+            spare[self] = None
+            if len(spare) > SPARE:
+                next(iter(spare)).refuse("busy", self.bounds.busy)
+        self.await_request()
 
-        def data_received(self, data: bytes) -> None:
-            if self.transport.is_closing():  # what comes after a refusal
-                return
-            self.beside += len(data)
-            super().data_received(data)
-            if self.beside > MAX_HEAD:
-                self.refuse("headers", f"a request has at most {MAX_HEAD} bytes of headers")
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self.reading, self.writing):
+            if timer is not None:
+                timer.cancel()
+        self.bounds.spare.pop(self, None)
+        self.drop_requests()
+        super().connection_lost(exc)
 
-        def on_message_begin(self) -> None:
-            if len(self.pipeline) >= MAX_WAITING:
-                self.refuse("http", f"more than {MAX_WAITING} requests wait for the first one's answer")
-                raise ValueError  # ends the parser
-            super().on_message_begin()
-            if self in spare:
-                self.scope[BUSY] = busy  # type: ignore[literal-required]
-            self.await_request()
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():  # what comes after a refusal
+            return
+        self.beside += len(data)
+        super().data_received(data)
+        if self.beside > MAX_HEAD:
+            self.refuse("headers", f"a request has at most {MAX_HEAD} bytes of headers")
 
-        def on_body(self, body: bytes) -> None:
-            self.beside -= len(body)
-            super().on_body(body)
+    def on_message_begin(self) -> None:
+        if len(self.pipeline) >= MAX_WAITING:
+            self.refuse("http", f"more than {MAX_WAITING} requests wait for the first one's answer")
+            raise ValueError  # ends the parser
+        super().on_message_begin()
+        if self in self.bounds.spare:
+            self.scope[BUSY] = self.bounds.busy  # type: ignore[literal-required]
+        self.await_request()
 
-        def on_message_complete(self) -> None:
-            self.beside = 0
-            if self.reading is not None:
-                self.reading.cancel()
-            super().on_message_complete()
-            self.scope = None  # type: ignore[assignment]  # what comes next is not of this request
+    def on_body(self, body: bytes) -> None:
+        self.beside -= len(body)
+        super().on_body(body)
 
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self.writing = self.loop.call_later(timeout_s, self.transport.abort)
+    def on_message_complete(self) -> None:
+        self.beside = 0
+        if self.reading is not None:
+            self.reading.cancel()
+        super().on_message_complete()
+        self.scope = None  # type: ignore[assignment]  # what comes next is not of this request
 
-        def resume_writing(self) -> None:
-            if self.writing is not None:
-                self.writing.cancel()
-            super().resume_writing()
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.writing = self.loop.call_later(self.bounds.timeout_s, self.transport.abort)
 
-        def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-            self.answering = cycle
-            super()._start_asgi_task(cycle, app)
+    def resume_writing(self) -> None:
+        if self.writing is not None:
+            self.writing.cancel()
+        super().resume_writing()
 
-        def drop_requests(self) -> None:
-            """Those of a client that is to go, or has gone: without it they write to a connection that is closed."""
-            self.pipeline.clear()
-            if self.answering is not None and not self.answering.response_complete:
-                self.answering.disconnected = True
-                self.answering.message_event.set()
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self.answering = cycle
+        super()._start_asgi_task(cycle, app)
 
-        def await_request(self) -> None:
-            """Its last byte must come in time."""
-            if self.reading is not None:
-                self.reading.cancel()
-            if self in spare:
-                self.reading = self.loop.call_later(GRACE_S, self.refuse, "busy", busy)
-            else:
-                self.reading = self.loop.call_later(timeout_s + GRACE_S, self.transport.close)
+    def drop_requests(self) -> None:
+        """Those of a client that is to go, or has gone: without it they write to a connection that is closed."""
+        self.pipeline.clear()
+        if self.answering is not None and not self.answering.response_complete:
+            self.answering.disconnected = True
+            self.answering.message_event.set()
 
-        def send_400_response(self, msg: str) -> None:
-            self.refuse("http", msg)
+    def await_request(self) -> None:
+        """Its last byte must come in time."""
+        if self.reading is not None:
+            self.reading.cancel()
+        if self in self.bounds.spare:
+            self.reading = self.loop.call_later(GRACE_S, self.refuse, "busy", self.bounds.busy)
+        else:
+            self.reading = self.loop.call_later(self.bounds.timeout_s + GRACE_S, self.transport.close)
 
-        def refuse(self, kind: str, message: str) -> None:
-            """What is known of the request is what has come of it."""
-            spare.pop(self, None)
-            self.drop_requests()
-            self.loop.call_later(LINGER_S, self.transport.abort)
-            if self.transport.is_closing():  # it has its answer
-                return
-            scope = {"client": self.client, "method": "-", "path": "-", "headers": (), **(self.scope or {})}
-            answer = log.refused(scope, kind, message)
-            headers = [*self.server_state.default_headers, *answer.raw_headers, (b"connection", b"close")]
-            head = b"".join(b"%s: %s\r\n" % header for header in headers)
-            self.transport.write(STATUS_LINE[answer.status_code] + head + b"\r\n" + bytes(answer.body))
-            self.transport.close()
+    def send_400_response(self, msg: str) -> None:
+        self.refuse("http", msg)
 
-    return Bounded
+    def refuse(self, kind: str, message: str) -> None:
+        """What is known of the request is what has come of it."""
+        self.bounds.spare.pop(self, None)
+        self.drop_requests()
+        self.loop.call_later(LINGER_S, self.transport.abort)
+        if self.transport.is_closing():  # it has its answer
+            return
+        scope = {"client": self.client, "method": "-", "path": "-", "headers": (), **(self.scope or {})}
+        answer = self.bounds.log.refused(scope, kind, message)
+        headers = [*self.server_state.default_headers, *answer.raw_headers, (b"connection", b"close")]
+        head = b"".join(b"%s: %s\r\n" % header for header in headers)
+        self.transport.write(STATUS_LINE[answer.status_code] + head + b"\r\n" + bytes(answer.body))
+        self.transport.close()
 
 
 def only_live(app: Any) -> Any:
