@@ -114,6 +114,33 @@ def test_only_what_is_kept_is_tokenised(side, monkeypatch):
     assert as_far_as_needed(tokenizer, LONG) == LONG
 
 
+@pytest.mark.parametrize("side", ("right", "left"))
+def test_a_row_without_a_place_does_not_end_the_parting(side, monkeypatch):
+    """From the end, all that stood before the row was one piece. From the begin, each piece looked through the rest."""
+    monkeypatch.setattr(pieces, "PIECE_CHARS", 300)
+    tokenizer, scanned = with_special("wordpiece"), []
+
+    class Scanned:
+        def __init__(self, made: Any):
+            self.made = made
+
+        def finditer(self, text: str, start: int, stop: int) -> Any:
+            for one in self.made.finditer(text, start, stop):
+                scanned.append(one.start() - start)
+                start = one.start()
+                yield one
+            scanned.append(min(stop, len(text)) - start)
+
+    watched = [Scanned(one) for one in pieces._places()]
+    monkeypatch.setattr(pieces, "_places", lambda: watched)
+    text = "!".join([LONG[:2000], *["a" * 620] * 20])
+    found = list(pieces_of(tokenizer, text, side))[:: 1 if side == "right" else -1]
+    assert "".join(found) == text and len(found) > 20 and max(map(len, found)) < 1600
+    made = tokenizer.encode_batch(found, add_special_tokens=False)
+    assert [i for one in made for i in one.ids] == tokenizer.encode(text, add_special_tokens=False).ids
+    assert sum(scanned) < 4 * len(text)
+
+
 def test_a_pair_that_is_cut_twice_takes_no_memory_by_the_square():
     """17,000 sequences, of 290 MB, as `tokenizers` makes it of these."""
     tokenizer = with_special("wordpiece")
