@@ -18,6 +18,7 @@ from fastbert.data.long_texts import pairs, pieces
 from fastbert.data.long_texts.pairs import CutPair, encode
 from fastbert.data.long_texts.pieces import as_far_as_needed, groups, pieces_of, uncut
 from fastbert.data.tokenized import tokenize, tokenize_one
+from fastbert.data.windows import Cutter
 
 LONG = " ".join(texts_of(200))
 WORDS = LONG.split()
@@ -236,7 +237,23 @@ def test_an_uncut_tokenizer_is_the_other_without_its_limit():
     assert made.encode(text).ids == copy.encode(text).ids and made.encode(text).offsets == copy.encode(text).offsets
     parts = {name: getattr(tokenizer, name) for name in ("model", "normalizer", "pre_tokenizer", "post_processor")}
     moved: Any = SimpleNamespace(
-        **parts, to_str=tokenizer.to_str, get_added_tokens_decoder=lambda: {90: AddedToken("a")}
-    )
+        **parts, to_str=tokenizer.to_str, get_added_tokens_decoder=lambda: {90: AddedToken("a")},
+        encode_special_tokens=False,
+    )  # fmt: skip
     copy = uncut(moved)  # its ids are not those that new tokens get
     assert copy.encode(text).ids == made.encode(text).ids and copy.truncation is copy.padding is None
+
+
+def test_special_tokens_in_texts_that_are_read_as_text():
+    """By a setting that no tokenizer.json holds: short pairs kept to it, and others had real special tokens."""
+    tokenizer = with_special("wordpiece")
+    tokenizer.add_special_tokens(["[X]"])
+    tokenizer.encode_special_tokens = True
+    tokenizer.enable_truncation(30)
+    inputs = [("a [X]", "dog"), ("a [X] cat " * 20, "the dog ran")]
+    made, expected = tokenize(tokenizer, inputs, with_types=False), [tokenizer.encode(*one).ids for one in inputs]
+    assert all(tokenizer.token_to_id("[X]") not in ids for ids in expected)
+    assert [one["input_ids"].tolist() for one in made] == expected
+    whole = Cutter(tokenizer, 300, 0).cut([inputs[1][0]])
+    tokenizer.no_truncation()
+    assert whole.ids.tolist() == tokenizer.encode(inputs[1][0]).ids

@@ -38,6 +38,7 @@ def uncut(tokenizer: Tokenizer) -> Tokenizer:
         made = Tokenizer.from_str(tokenizer.to_str())
         made.no_truncation()
         made.no_padding()
+    made.encode_special_tokens = tokenizer.encode_special_tokens  # which no tokenizer.json holds
     return made
 
 
