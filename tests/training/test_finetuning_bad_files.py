@@ -37,6 +37,10 @@ DAMAGED = {
     "null.csv": (CSV.replace(f"{SECOND},1", f"{SECOND},NULL"), ", row 2: label is missing"),
     "score.csv": (CSV.replace(",1", ",0.5").replace(f"{SECOND},0.5", f"{SECOND},NA"), ", row 2: label is missing"),
     "label.jsonl": (JSONL.replace(f'"{SECOND}", "label": 1', f'"{SECOND}"'), ", row 2: label is missing"),
+    "in-list.jsonl": (
+        '{"text": "x", "label": ["a", "b"]}\n{"text": "y", "label": ["a", null]}\n',
+        ", row 2: label is missing",
+    ),
     "text.csv": (CSV.replace(SECOND, ""), ", row 2: text is missing"),
     "number.jsonl": ('{"text": 7, "label": 1}\n{"text": 8, "label": 0}\n', ", row 1: text is 7, not a text"),
     "list.jsonl": (JSONL.replace(f'"{SECOND}"', f'["{SECOND}"]'), ", row 2: text is ['a dog ran in'], not a text"),

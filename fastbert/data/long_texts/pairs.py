@@ -56,24 +56,24 @@ def _not_short(tokenizer: Tokenizer, inputs: Sequence[str | tuple[str, str]], pa
 
 
 class _Reading:
-    """The ids of a text from the end that is kept, read piece by piece."""
+    """A text that is read piece by piece: how many tokens it has so far, and the ids of those that may be kept."""
 
-    def __init__(self, pieces: Iterator[list[int]], direction: str):
-        self.pieces, self.is_right, self.ids, self.is_whole = pieces, direction == "right", list[int](), False
-
-    @property
-    def tokens(self) -> int:
-        return len(self.ids)
+    def __init__(self, pieces: Iterator[list[int]], direction: str, room: int):
+        self.pieces, self.is_right, self.room = pieces, direction == "right", room
+        self.ids, self.tokens, self.is_whole = list[int](), 0, False
 
     def go_on(self) -> None:
         ids = next(self.pieces, None)
         if ids is None:
             self.is_whole = True
-        else:
+            return
+        self.tokens += len(ids)
+        if len(self.ids) < self.room:
             self.ids = self.ids + ids if self.is_right else ids + self.ids
+            self.ids = self.kept(self.room)
 
     def kept(self, tokens: int) -> list[int]:
-        return self.ids[:tokens] if self.is_right else self.ids[len(self.ids) - tokens :]
+        return self.ids[:tokens] if self.is_right else self.ids[max(0, len(self.ids) - tokens) :]
 
 
 def _cut_pairs(tokenizer: Tokenizer, pairs: Sequence[Any]) -> Iterator[CutPair]:
@@ -89,11 +89,11 @@ def _cut_pairs(tokenizer: Tokenizer, pairs: Sequence[Any]) -> Iterator[CutPair]:
 
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     short = [text for text in texts if not is_long(len(text))]
-    read = {text: _Reading(iter([ids]), direction) for text, ids in zip(short, ids_of(short), strict=True)}
+    read = {text: _Reading(iter([ids]), direction, room) for text, ids in zip(short, ids_of(short), strict=True)}
     for text in texts:
         if text not in read:
             pieces = pieces_of(counting, text, direction)
-            read[text] = _Reading((ids_of([piece])[0] for piece in pieces), direction)
+            read[text] = _Reading((ids_of([piece])[0] for piece in pieces), direction, room)
     for pair in pairs:
         first, second = (read[text] for text in pair)
         _read(first, second, room)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import islice
 
@@ -38,6 +38,7 @@ def uncut(tokenizer: Tokenizer) -> Tokenizer:
         made = Tokenizer.from_str(tokenizer.to_str())
         made.no_truncation()
         made.no_padding()
+    made.encode_special_tokens = tokenizer.encode_special_tokens  # which no tokenizer.json holds
     return made
 
 
@@ -68,14 +69,18 @@ def partings(tokenizer: Tokenizer, text: str) -> Iterator[int]:
     both ways. They end where there is no such place.
     """
     at = 0
-    while is_long(len(text) - at) and (found := _parting(tokenizer, text, at + PIECE_CHARS)) is not None:
+    while is_long(len(text) - at):
+        if (found := _parting(tokenizer, text, range(at + PIECE_CHARS, len(text), PIECE_CHARS))) is None:
+            return
         yield (at := found)
 
 
 def partings_from_end(tokenizer: Tokenizer, text: str) -> Iterator[int]:
     """As `partings`, the last one first."""
     at = len(text)
-    while is_long(at) and (found := _parting(tokenizer, text, at - PIECE_CHARS)) is not None and found < at:
+    while is_long(at):
+        if (found := _parting(tokenizer, text, range(at - PIECE_CHARS, PIECE_CHARS, -PIECE_CHARS))) is None:
+            return
         yield (at := found)
 
 
@@ -116,17 +121,20 @@ def _count(tokenizer: Tokenizer, text: str) -> int:
     return len(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
 
 
-def _parting(tokenizer: Tokenizer, text: str, after: int) -> int | None:
-    """The first place behind `after` at which the text can be parted: between words if there is one near."""
+def _parting(tokenizer: Tokenizer, text: str, starts: Iterable[int]) -> int | None:
+    """The first place at which the text can be parted, in the PIECE_CHARS characters behind each of `starts`: between
+    words if there is one there.
+    """
     pre_tokenizer = tokenizer.pre_tokenizer
     if pre_tokenizer is None or len(pre_tokenizer.pre_tokenize_str("ab cd")) < 2:
         return None
-    for stop in (after + PIECE_CHARS, len(text)):
-        for places in _places():
-            for found in islice(places.finditer(text, after, stop), PLACES_TO_TRY):
-                if _is_parted(tokenizer, text, found.start()):
-                    return found.start()
-    return None
+    found = (
+        one.start()
+        for start in starts
+        for places in _places()
+        for one in islice(places.finditer(text, start, start + PIECE_CHARS), PLACES_TO_TRY)
+    )
+    return next((at for at in islice(found, 4 * PLACES_TO_TRY) if _is_parted(tokenizer, text, at)), None)
 
 
 def _is_parted(tokenizer: Tokenizer, text: str, at: int) -> bool:

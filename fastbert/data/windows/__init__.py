@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer, processors
 
-from fastbert.data.long_texts.pieces import is_long, partings, uncut
+from fastbert.data.long_texts.pieces import CHARS_AT_ONCE, is_long, partings, uncut
 from fastbert.data.long_texts.template import Template
 from fastbert.data.tokenized import Tokenized
 from fastbert.errors import InputError
@@ -25,7 +25,7 @@ from fastbert.errors import InputError
 Pool = Literal["mean", "max", "top3", "first"]
 OUTSIDE, OVERLAP, CORE = range(3)
 POOLS = ("mean", "max", "top3", "first")
-TEXTS_AT_ONCE, CHARS_AT_ONCE = 1024, 1 << 19  # tokenised at a time: an Encoding takes much more memory than its ids
+TEXTS_AT_ONCE = 1024  # tokenised at a time, at most
 # Called with the number of windows so far, and of tokens in them, before a text's are built: where it raises, none is.
 # A server sets it for the request of a thread.
 CHECK: ContextVar[Callable[[int, int], None]] = ContextVar("CHECK", default=lambda windows, tokens: None)

@@ -272,6 +272,9 @@ def _is_list_as_text(value: Any) -> bool:
 
 
 def _is_missing(value: Any) -> bool:
+    """Of a list, whether one of its labels is."""
+    if isinstance(value, list):
+        return any(map(_is_missing, value))
     if isinstance(value, str):
         return value.strip().lower() in ("", "nan")
     return value is None or (isinstance(value, float) and math.isnan(value))
