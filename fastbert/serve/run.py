@@ -137,7 +137,7 @@ def serve(
     web.check()
     bound = bind(host, port)
     if api_key is None and not ipaddress.ip_address(bound.getsockname()[0]).is_loopback:
-        say(f"whoever reaches {host} may use this server: it asks for no API key")
+        say(f"all clients that reach {host} may use this server: it asks for no API key")
     if threads is not None:
         torch.set_num_threads(threads)
     engine = load_engine(name, dtype, device)

@@ -164,7 +164,7 @@ def test_a_models_own_code_is_not_run(tmp_path):
 @pytest.mark.parametrize(
     "host,key,said",
     (
-        ("0.0.0.0", None, ["whoever reaches 0.0.0.0 may use this server: it asks for no API key"]),
+        ("0.0.0.0", None, ["all clients that reach 0.0.0.0 may use this server: it asks for no API key"]),
         ("0.0.0.0", "secret", []),
         ("127.0.0.1", None, []),
     ),

@@ -57,8 +57,8 @@ class Bounded(HttpToolsProtocol):
     """Of an application that `only_live` has. A connection ends when a request does not arrive, or its answer is not
     read, in time.
 
-    One above `max_connections` gets 503 for all but LIVE, whoever holds the others: who restarts a server that does not
-    live must not do so because clients send half of a request. Of too many of these the oldest goes.
+    One above `max_connections` gets 503 for all but LIVE. What restarts a server that does not live must not do so
+    because clients send half of a request. Of too many of these the oldest goes.
     """
 
     beside = 0  # bytes of this request that are not its body
