@@ -7,9 +7,7 @@ and beside come in turn, so that what else the machine does meets both. Needs th
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import os
 import subprocess
 import time
 from contextlib import suppress
@@ -19,10 +17,8 @@ from typing import Any
 
 import numpy as np
 import orjson
-from load import MODEL, PORT, make_texts, running
-
-from fastbert.bench.report import write_report
-from fastbert.bench.timing import describe_machine
+from common import MODEL, PORT, machine_line, parser, running, serve_command, tell
+from load import make_texts
 
 RATE = 10  # requests of short texts a second
 DOCUMENT_TOKENS = 60_000
@@ -176,10 +172,9 @@ def memory(server: subprocess.Popen, port: int) -> dict[str, Any]:
 
 
 def to_markdown(report: dict[str, Any]) -> str:
-    fair, held, machine = report["fairness"], report["memory"], report["machine"]
+    fair, held = report["fairness"], report["memory"]
     lines = [
-        f"{MODEL}, {report['dtype']}; {machine['cpu']}, {report['cores']} cores that the clients share, torch"
-        f" {machine['torch']}, commit {machine['commit']}, {machine['date']}.",
+        f"{MODEL}, {report['dtype']}; {machine_line(report)}",
         "",
         "| | alone | beside the others | |",
         "|---|--:|--:|--:|",
@@ -208,24 +203,16 @@ def to_markdown(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each turn")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--output", type=Path, help="a folder for serve-beside.json and serve-beside.md")
-    options = parser.parse_args()
-    command = ["-m", "fastbert", "serve", MODEL, "--device", "cpu", "--dtype", options.dtype, "--port", str(PORT)]
-    with running(command, PORT) as server:
+    arguments = parser(__doc__, "serve-beside")
+    arguments.add_argument("--seconds", type=float, default=20.0, help="of each turn")
+    arguments.add_argument("--rounds", type=int, default=3)
+    arguments.add_argument("--dtype", default="bfloat16")
+    options = arguments.parse_args()
+    with running(serve_command(options.dtype)) as server:
         held = memory(server, PORT)
         fair = asyncio.run(fairness(PORT, options.seconds, options.rounds))
-    report = {
-        "machine": describe_machine(), "cores": len(os.sched_getaffinity(0)), "dtype": options.dtype,
-        "fairness": fair, "memory": held,
-    }  # fmt: skip
-    page = to_markdown(report)
-    print(page)
-    if options.output is not None:
-        write_report(options.output, "serve-beside", report, page)
+    found = {"dtype": options.dtype, "fairness": fair, "memory": held}
+    tell("serve-beside", found, to_markdown, options.output)
 
 
 if __name__ == "__main__":

@@ -7,36 +7,28 @@ Needs the extras [serve] and [demo] (transformers, all-MiniLM-L6-v2), and a mach
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
 import random
-import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import orjson
+from common import MODEL, PORT, machine_line, parser, running, serve_command, tell
 
-from fastbert.bench.report import write_report
-from fastbert.bench.timing import describe_machine
 from fastbert.hub import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = "all-MiniLM-L6-v2"
 SENTENCES = (1, 1, 1, 1, 2, 3, 5, 8)  # that a text consists of
 TEXTS = (1, 1, 1, 1, 1, 2, 4, 8)  # that a request has
 WORDS = 150  # of a text at most: fewer than 256 tokens, the model's limit
 POOL = 512  # different texts
-PORT = 8311  # and the next ones
 DTYPES = ("float32", "bfloat16", "int8")  # of our server
 PLAIN = (
     "transformers and FastAPI",
@@ -85,27 +77,6 @@ def cpu_seconds(pid: int) -> float:
     """Of a process with all its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-@contextmanager
-def running(command: list[str], port: int, **options: Any) -> Iterator[subprocess.Popen]:
-    """A server that takes connections; ended by SIGTERM (uvicorn alone then leaves with the signal).
-
-    options: of Popen.
-    """
-    process = subprocess.Popen([sys.executable, *command], **options)
-    try:
-        while process.poll() is None:
-            with suppress(OSError):
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            time.sleep(0.1)
-        assert process.poll() is None, f"{command} left with {process.returncode}"
-        yield process
-    finally:
-        process.terminate()
-        status = process.wait(60)
-    assert status in (0, -signal.SIGTERM), f"{command} left with {status}"
 
 
 class Client:
@@ -194,8 +165,7 @@ def offline_encode(texts: list[str], folder: str, seconds: float, dtype: str) ->
 def measure_dtype(dtype: str, port: int, texts: list[str], clients: int, seconds: float) -> dict:
     """Our server in a number format, and offline `encode` before and after it, since a machine's speed changes."""
     before = offline_encode(texts, str(resolve(MODEL)), seconds / 6, dtype)
-    command = ["-m", "fastbert", "serve", MODEL, "--device", "cpu", "--dtype", dtype, "--port", str(port)]
-    server = measure(command, port, texts, before, clients, seconds)
+    server = measure(serve_command(dtype, port), port, texts, before, clients, seconds)
     after = offline_encode(texts, str(resolve(MODEL)), seconds / 6, dtype)
     tokens = before["tokens"] + after["tokens"]
     offline = {
@@ -221,11 +191,10 @@ def to_row(name: str, row: dict, clients: int, ratio: float) -> str:
 
 
 def to_markdown(report: dict) -> str:
-    machine, clients, base = report["machine"], report["clients"], report["plain"][PLAIN[0]]["tokens_per_second"]
+    clients, base = report["clients"], report["plain"][PLAIN[0]]["tokens_per_second"]
     lines = [
         f"{MODEL}, {clients} clients for {report['seconds']:g} s, 1 to {max(TEXTS)} texts of {report['shortest']} to"
-        f" {report['longest']} tokens a request; {machine['cpu']}, {report['cores']} cores that the clients share,"
-        f" torch {machine['torch']}, commit {machine['commit']}, {machine['date']}. The difference is that from"
+        f" {report['longest']} tokens a request; {machine_line(report)} The difference is that from"
         " `encode` in the same number format.",
         "",
         f"| | tokens/s (times {PLAIN[0]}) | p50, ms | p99, ms | CPU us a token | requests | errors |"
@@ -247,16 +216,13 @@ def to_markdown(report: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--output", type=Path, help="a folder for serve.json and serve.md")
-    options = parser.parse_args()
+    arguments = parser(__doc__, "serve")
+    arguments.add_argument("--seconds", type=float, default=60.0)
+    arguments.add_argument("--clients", type=int, default=64)
+    options = arguments.parse_args()
     texts, load = make_texts(), (options.clients, options.seconds)
     lengths = offline_encode(texts, str(resolve(MODEL)), 0.0, "float32")["lengths"]
-    report = {
-        "machine": describe_machine(),
-        "cores": len(os.sched_getaffinity(0)),
+    found = {
         "clients": options.clients,
         "seconds": options.seconds,
         "shortest": min(lengths),
@@ -267,10 +233,7 @@ def main() -> None:
             for i, (name, how) in enumerate(zip(PLAIN, PLAIN_WAYS, strict=True))
         },
     }
-    page = to_markdown(report)
-    print(page)
-    if options.output is not None:
-        write_report(options.output, "serve", report, page)
+    tell("serve", found, to_markdown, options.output)
 
 
 if __name__ == "__main__":

@@ -8,22 +8,18 @@ Needs the extras [serve] and [demo].
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
 import time
 from collections import Counter
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import orjson
 from beside import Connection, Seen, megabytes
-from load import MODEL, PORT, make_texts, running
-
-from fastbert.bench.report import write_report
-from fastbert.bench.timing import describe_machine
+from common import MODEL, PORT, machine_line, parser, running, serve_command, tell
+from load import make_texts
 
 CLIENTS, SAMPLE_S = 8, 1.0
 DOCUMENT, HUGE = "the cat sat on the mat. " * 600, "a " * 500_000
@@ -86,10 +82,9 @@ async def soak(pid: int, port: int, minutes: float) -> tuple[list[tuple[float, f
 
 
 def to_markdown(report: dict[str, Any]) -> str:
-    machine, memory, minutes = report["machine"], report["memory_mb"], report["minutes"]
+    memory, minutes = report["memory_mb"], report["minutes"]
     lines = [
-        f"{MODEL}, {report['dtype']}, {CLIENTS} clients, {minutes:g} minutes; {machine['cpu']}, {report['cores']} cores"
-        f" that the clients share, torch {machine['torch']}, commit {machine['commit']}, {machine['date']}.",
+        f"{MODEL}, {report['dtype']}, {CLIENTS} clients, {minutes:g} minutes; {machine_line(report)}",
         "",
         "| minutes | memory: median, MB | most, MB |",
         "|---|--:|--:|",
@@ -118,25 +113,19 @@ def of_minutes(samples: list[tuple[float, float]], minutes: float, share: int = 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--output", type=Path, help="a folder for serve-soak.json and serve-soak.md")
-    options = parser.parse_args()
-    command = ["-m", "fastbert", "serve", MODEL, "--device", "cpu", "--dtype", options.dtype, "--port", str(PORT)]
-    command += ["--access-log", "json"]
-    with open(os.devnull, "w") as nowhere, running(command, PORT, stdout=nowhere) as server:
+    arguments = parser(__doc__, "serve-soak")
+    arguments.add_argument("--minutes", type=float, default=30.0)
+    arguments.add_argument("--dtype", default="bfloat16")
+    options = arguments.parse_args()
+    command = [*serve_command(options.dtype), "--access-log", "json"]
+    with open(os.devnull, "w") as nowhere, running(command, stdout=nowhere) as server:
         samples, counts = asyncio.run(soak(server.pid, PORT, options.minutes))
         peak = megabytes(server.pid, "VmHWM")
-    report = {
-        "machine": describe_machine(), "cores": len(os.sched_getaffinity(0)), "dtype": options.dtype,
-        "minutes": options.minutes, "memory_mb": of_minutes(samples, options.minutes), "peak_mb": peak,
-        "statuses": {name: dict(found) for name, found in sorted(counts.items())},
+    found = {
+        "dtype": options.dtype, "minutes": options.minutes, "memory_mb": of_minutes(samples, options.minutes),
+        "peak_mb": peak, "statuses": {name: dict(each) for name, each in sorted(counts.items())},
     }  # fmt: skip
-    page = to_markdown(report)
-    print(page)
-    if options.output is not None:
-        write_report(options.output, "serve-soak", report, page)
+    tell("serve-soak", found, to_markdown, options.output)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The ASGI layer before the routes: who may come in, how many at a time, how much they may send, and for how long."""
+"""The ASGI layer before the routes: which requests come in, how many at a time, how large, and for how long."""
 
 from __future__ import annotations
 
@@ -35,11 +35,15 @@ class AdmissionControl:
         if scope["method"] != "POST":
             await self._request(scope, receive, send)
             return
-        status, outcomes = 0, self.metrics.outcomes
+        status, outcomes, times = 0, self.metrics.outcomes, Times()
+        TIMES.set(times)
 
         async def counted(message: dict) -> None:
             nonlocal status
-            status = message.get("status", status)
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                name, value = times.header()
+                message = {**message, "headers": [*message["headers"], (name.encode(), value.encode())]}
             await send(message)
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 outcomes.count(status)
@@ -77,8 +81,7 @@ class AdmissionControl:
             raise RequestError("slow", f"the body did not arrive within {self.timeout_s:g} s") from None
         if body is None:
             return
-        scope[BODY], times = body, Times()
-        TIMES.set(times)
+        scope[BODY] = body
         handler, answers = asyncio.current_task(), False
         gone = asyncio.ensure_future(receive())  # the message after the body: that the client has gone
 
@@ -89,8 +92,6 @@ class AdmissionControl:
         async def answer(message: dict) -> None:
             nonlocal answers
             answers = True
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], times.header()]}
             await send(message)
 
         gone.add_done_callback(leave)

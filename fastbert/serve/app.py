@@ -173,6 +173,8 @@ class Server:
         made = await self._run_job(
             "inputs", inputs, lambda model: chunks_job(model, inputs, options, asked.late), width
         )
+        if asked.return_text:
+            self.limits.check_characters("inputs", int((made.ends - made.starts).sum()))
         vectors = finished(made.vectors, asked.dimensions, asked.normalize)
         found: list[list[dict[str, Any]]] = [[] for _ in inputs]
         places = (each.tolist() for each in (made.documents, made.starts, made.ends))

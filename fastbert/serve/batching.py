@@ -1,4 +1,4 @@
-"""Continuous batching: whoever computes takes what waits, up to a budget of tokens, as soon as the last batch is done.
+"""Continuous batching: a thread takes what waits, up to a budget of tokens, as soon as its last batch is done.
 
 Requests that fit in a batch go by their arrival, and share batches. Larger ones take turns of a batch each, so that
 none holds up the others. Nothing waits for a batch to fill up, and nothing is padded, so a batch takes the time of its
@@ -104,7 +104,7 @@ class Batcher:
             thread.join()
 
     def _wake(self) -> None:
-        """Who can take something of what waits."""
+        """Wake a thread that can take something of what waits."""
         if self.small or self.large:
             self._changed.notify()
         if self.small and self._on_large == self.workers:
@@ -119,7 +119,7 @@ class Batcher:
                 self._idle -= 1
             if batch:
                 self._on_large += batch[0].job.is_large
-            self._wake()  # who else is idle gets a part of what is left
+            self._wake()  # another idle thread gets a part of what is left
             return batch
 
     def _take_spare(self) -> list[Piece]:
@@ -188,7 +188,7 @@ class Batcher:
                     piece.job.started = now
             try:
                 rows, error = self.compute([piece.job.sequences[piece.place] for piece in batch]), None
-            except Exception as caught:  # whatever it is, those who wait are told, and the next batch may do better
+            except Exception as caught:  # whatever it is, the clients are told, and the next batch may do better
                 rows, error = None, caught
             with self._changed:
                 self._on_large -= batch[0].job.is_large

@@ -10,6 +10,7 @@ from fastbert.data.windows import CHECK
 from fastbert.serve.request_errors import RequestError
 
 MAX_NUMBERS = 1 << 23  # of the vectors of an answer: 2,048 of 4,096
+MAX_CHARACTERS = 1 << 24  # of the texts of chunks: one long word may stand in hundreds that overlap
 
 Made = TypeVar("Made")
 
@@ -49,6 +50,12 @@ class Limits:
         if vectors * width > MAX_NUMBERS:
             told = f"{field} would have at least {vectors:,} vectors of {width:,} numbers"
             raise RequestError("too_large", f"{told}; an answer may have {MAX_NUMBERS:,} numbers in all")
+
+    def check_characters(self, field: str, characters: int) -> None:
+        """Of the texts in an answer, all together."""
+        if characters > MAX_CHARACTERS:
+            told = f"{field} has chunks of {characters:,} characters"
+            raise RequestError("too_large", f"{told}; an answer may have {MAX_CHARACTERS:,} characters of texts in all")
 
     def cutting(self, field: str, make: Callable[[], Made], width: int = 0) -> Callable[[], Made]:
         """`make`, which cuts texts into windows, and now builds none if there would be too many. width: numbers of an

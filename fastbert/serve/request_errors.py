@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from fastbert.serve import json_text
 from fastbert.serve.metrics import Metrics
+from fastbert.serve.times import TIMES
 
 # text-embeddings-inference's statuses by its kinds of error; from "json" on they are plain HTTP's.
 STATUS = {
@@ -95,7 +96,10 @@ def answer_errors(app: FastAPI, metrics: Metrics, there: list[str]) -> None:
     @app.exception_handler(Exception)
     async def fail(request: Request, error: Exception) -> Response:
         metrics.failures.labels("internal").inc()
-        return error_response(request.scope, "internal", "the server failed; what it wrote to stderr says where")
+        told = "the server failed; what it wrote to stderr says where"
+        times = TIMES.get(None)  # of a POST; its answer goes by no other layer that would tell them
+        headers = {} if times is None else dict([times.header()])
+        return error_response(request.scope, "internal", told, headers=headers)
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:

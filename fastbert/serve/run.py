@@ -18,6 +18,7 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
+from fastbert.importing import collector_spares_what_is_there
 from fastbert.packed_weights import keep_packed_only
 from fastbert.serve.app import make_app
 from fastbert.serve.engine import load_engine
@@ -137,7 +138,7 @@ def serve(
     web.check()
     bound = bind(host, port)
     if api_key is None and not ipaddress.ip_address(bound.getsockname()[0]).is_loopback:
-        say(f"whoever reaches {host} may use this server: it asks for no API key")
+        say(f"all clients that reach {host} may use this server: it asks for no API key")
     if threads is not None:
         torch.set_num_threads(threads)
     engine = load_engine(name, dtype, device)
@@ -165,7 +166,8 @@ def serve(
     serving = f"serving {engine.name} ({what}) at {shown}, described at {shown}/openapi.json"
     most = connections(limits.max_concurrent_requests, has_tls=web.certfile is not None)
     server = make_server(app, limits, most, lambda: say(serving), web, log)
-    server.run(sockets=[bound])
+    with collector_spares_what_is_there():
+        server.run(sockets=[bound])
     outcomes = app.state.outcomes
     cut_off = f", cut off {outcomes.cut_off}" if outcomes.cut_off else ""
     say(f"stopped: answered {outcomes.answered}, refused {outcomes.refused}{cut_off}")

@@ -14,10 +14,10 @@ class Times:
     tokenizing: float = 0.0
     computing: float = 0.0
 
-    def header(self) -> tuple[bytes, bytes]:
+    def header(self) -> tuple[str, str]:
         """In milliseconds, as browsers and proxies read them (W3C, Server Timing)."""
         parts = (("wait", self.waiting), ("tokenize", self.tokenizing), ("compute", self.computing))
-        return b"server-timing", ", ".join(f"{name};dur={1e3 * seconds:.1f}" for name, seconds in parts).encode()
+        return "server-timing", ", ".join(f"{name};dur={1e3 * seconds:.1f}" for name, seconds in parts)
 
 
 TIMES: ContextVar[Times] = ContextVar("times")  # of the request that this task answers

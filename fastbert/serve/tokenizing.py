@@ -51,7 +51,7 @@ class _Threads:
         await self._free.acquire()
         running = asyncio.get_running_loop().run_in_executor(self._executor, work)
         running.add_done_callback(lambda _: self._free.release())
-        return await asyncio.shield(running)  # a thread goes on, whoever has gone
+        return await asyncio.shield(running)  # its thread goes on when the client has gone
 
 
 def _timed(make: Callable[[], Made]) -> tuple[Made, float]:

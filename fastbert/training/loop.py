@@ -23,11 +23,11 @@ from fastbert.data.batches import Steps, StepSampler
 from fastbert.data.loader import WorkerKilled
 from fastbert.errors import TrainingError
 from fastbert.files import write_text
+from fastbert.importing import collector_spares_what_is_there
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.distributed import World
 from fastbert.training.graphed.buckets import Staged
 from fastbert.training.graphed.capture import Graphs
-from fastbert.training.memory import collector_spares_what_is_there
 from fastbert.training.optimizers import catch_up
 from fastbert.training.schedules import Schedule
 from fastbert.training.stopping import SIGNALS, leave_by, signals_wait

@@ -1,12 +1,9 @@
-"""What a run asks of malloc and of Python's collector: both would do the same work again and again."""
+"""What a run asks of malloc, which would do the same work again and again."""
 
 from __future__ import annotations
 
 import ctypes
-import gc
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
@@ -14,20 +11,6 @@ _NEVER, _LARGEST = -1, 2**31 - 1
 _HUGE_PAGE, _MADV_HUGEPAGE = 2**21, 14
 _BLOCK, _BLOCKS = 2**30, 8
 _OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
-
-
-@contextmanager
-def collector_spares_what_is_there() -> Iterator[None]:
-    """Python's collector does not look through the objects that are there already.
-
-    torch alone has 200,000. What is imported and read behind it makes the collector begin again and again: 0.5 s before
-    the first step, and 6 % of the time of each.
-    """
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def keep_freed_memory() -> None:

@@ -14,11 +14,12 @@ import torch.distributed as dist
 
 from fastbert.data.batches import Steps
 from fastbert.errors import ConfigError
+from fastbert.importing import collector_spares_what_is_there
 from fastbert.ops import multiplies_bf16
 from fastbert.training import folder as run_folder
 from fastbert.training.distributed import World, join, wrap
 from fastbert.training.loop import Loop, LoopOptions, Place, sampler_of
-from fastbert.training.memory import collector_spares_what_is_there, keep_freed_memory
+from fastbert.training.memory import keep_freed_memory
 from fastbert.training.optimizers import make_optimizer, parameter_groups, use_sparse_gradients
 from fastbert.training.options import RunOptions
 from fastbert.training.report import Progress, can_draw, draw_chart, write_reports

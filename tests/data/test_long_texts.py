@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -158,6 +159,25 @@ def test_of_a_pair_of_long_texts_the_ids_that_are_kept_are_held(monkeypatch):
         tokenizer.enable_truncation(31, direction=side)
         encode(tokenizer, [(LONG, LONG[:5000])])
     assert max(held) == 28 and len(held) > 60
+
+
+def test_a_word_without_an_end_is_tokenised_once_and_searched_in_parts(monkeypatch):
+    """Where nothing can be left out, nothing is counted; a search of the whole would hold up Python's other threads."""
+    monkeypatch.setattr(pieces, "PIECE_CHARS", 300)
+    tokenizer = with_special("wordpiece")
+    tokenizer.enable_truncation(30)
+    counted, searched = list[int](), list[int]()
+
+    def searching(found, text, start, stop):
+        searched.append(stop - start)
+        return found.finditer(text, start, stop)
+
+    places = tuple(SimpleNamespace(finditer=partial(searching, found)) for found in pieces._places())
+    monkeypatch.setattr(pieces, "_places", lambda: places)
+    monkeypatch.setattr(pieces, "_count", lambda tokenizer, text: counted.append(len(text)) or 1)
+    for text, parts in (("a" * 20_000, []), ("a" * 20_000 + ".", [20_000])):
+        assert as_far_as_needed(tokenizer, text) == text
+        assert counted == parts and sum(searched) <= 2 * 302  # within one word no place is looked for
 
 
 def test_a_pair_that_is_cut_twice_takes_no_memory_by_the_square():

@@ -13,6 +13,7 @@ from test_routes import app, send
 
 from fastbert.data.long_texts import pieces
 from fastbert.data.long_texts.template import Template
+from fastbert.serve import limits
 from fastbert.serve.engine import load_engine
 from fastbert.serve.tokenizing import LARGE, Tokenizing
 
@@ -54,6 +55,19 @@ def test_windows_of_too_many_tokens_are_not_built(engine, monkeypatch):
         assert answer.status == 413 and "inputs has more than the 10,000 tokens" in answer.json["error"]
         assert sum(built) == 2, path  # of the first text
         built.clear()
+
+
+def test_texts_of_chunks_that_overlap_have_a_cap(engine, monkeypatch):
+    """A word without an end stands in each of 60 windows; a text of 1.9 MB was answered with 115 MB."""
+    monkeypatch.setattr(limits, "MAX_CHARACTERS", 3000, raising=False)
+    windows = {"length": 64, "overlap": 61, "at": "tokens"}
+    content = {"inputs": "a " * 70 + "b" * 101 + " a" * 70, "windows": windows, "return_text": True}
+    answer = send(engine, "/chunks", content)
+    assert answer.status == 413, len(answer.body)
+    told = "an answer may have 3,000 characters of texts in all"
+    assert re.fullmatch(rf"inputs has chunks of \d\d,\d\d\d characters; {told}", answer.json["error"])
+    assert send(engine, "/chunks", {**content, "return_text": False}).status == 200
+    assert send(engine, "/chunks", {**content, "windows": {"length": 64, "overlap": 0}}).status == 200
 
 
 def test_too_many_token_ids_are_not_copied(engine, monkeypatch):
@@ -148,6 +162,32 @@ def test_an_answer_and_the_metrics_say_what_took_the_time(engine):
         assert f"te_request_{name}_duration_count 2.0" in page
         told = float(re.search(rf"^te_request_{name}_duration_sum (\S+)$", page, re.MULTILINE)[1])
         assert told > 0 and abs(told - seconds) <= 1.1e-4  # two roundings to a tenth of a millisecond
+
+
+def test_a_post_that_is_refused_has_its_times_too(engine, monkeypatch):
+    """Also where no route was asked, and where the server fails."""
+    post, key = {"inputs": "a dog"}, {"api_key": "secret"}
+    for path, options, status in (
+        ("/embed", key, 401), ("/nowhere", {}, 404), ("/embed", {"payload_limit": 3}, 413),
+        ("/embed", {"max_concurrent_requests": 0}, 429), ("/rerank", {}, 424),
+    ):  # fmt: skip
+        answer = send(engine, path, post, options)
+        assert answer.status == status
+        assert answer.headers["server-timing"] == "wait;dur=0.0, tokenize;dur=0.0, compute;dur=0.0"
+    monkeypatch.setattr("fastbert.serve.app.encoded", lambda *args: [][0])
+
+    async def program(client):
+        inner = client.app
+
+        async def caught(*asked):
+            with pytest.raises(IndexError):  # uvicorn prints it
+                await inner(*asked)
+
+        client.app = caught
+        return await client.send("/embed", {"inputs": "a dog"})
+
+    answer = asgi.run(app(engine), program)
+    assert answer.status == 500 and re.fullmatch(r"wait;.*, compute;dur=\d+\.\d", answer.headers["server-timing"])
 
 
 def test_the_time_of_tokens_alone_is_told(engine):

@@ -7,6 +7,7 @@ import resource
 import socket
 import ssl
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import certificate
 import pytest
@@ -67,6 +68,57 @@ def test_who_is_refused_and_does_not_go_is_cut_off(app, web, monkeypatch):
             assert below.recv(1) == b"" and time.monotonic() - began < 20
         for one in opened:
             one.close()
+
+
+def test_clients_that_say_no_goodbye_do_not_hold_the_stop(app, web):
+    """One is idle, and one has the last answer that it asked for. TLS would wait half a minute for either."""
+    with contextlib.ExitStack() as stack:
+        with running(app, 3, web=web) as port:
+            for request in (GET, GET.replace(b"host: x", b"host: x\r\nconnection: close")):
+                opened = stack.enter_context(shaken(stack.enter_context(connection(port))))
+                opened.sendall(request)
+                assert statuses(rest(opened, b"\r\n\r\n")) == [200]
+            began = time.monotonic()
+        assert time.monotonic() - began < 10
+
+
+def test_the_stop_does_not_cut_off_an_answer(web, monkeypatch):
+    """Its client reads after many times the time that is left for a goodbye. It is larger than the sockets' buffers."""
+    monkeypatch.setattr(protocol, "LINGER_S", 0.02)
+    size = 30_000_000
+
+    async def app(scope, receive, send):
+        if scope["type"] == "lifespan":
+            for step in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{step}.complete"})
+            return
+        length = (b"content-length", b"%d" % size)
+        await send({"type": "http.response.start", "status": 200, "headers": [length]})
+        await send({"type": "http.response.body", "body": bytes(size)})
+
+    def read(opened: ssl.SSLSocket) -> int:
+        time.sleep(0.5)
+        size = 0
+        with contextlib.suppress(ConnectionError, ssl.SSLError):
+            while part := opened.recv(1 << 16):
+                size += len(part)
+        return size
+
+    with contextlib.ExitStack() as stack:
+        with running(app, 3, web=web) as port:
+            opened = stack.enter_context(shaken(stack.enter_context(connection(port))))
+            opened.sendall(GET)
+            head = rest(opened, b"\r\n\r\n")
+            late = stack.enter_context(ThreadPoolExecutor(1)).submit(read, opened)
+        left = len(head.partition(b"\r\n\r\n")[2])
+        assert late.result() == size - left
+
+
+def test_of_a_socket_that_has_gone_nothing_is_told():
+    opened = socket.socket()
+    opened.close()
+    assert protocol.bytes_sent(opened) is None
 
 
 def test_handshakes_have_files_of_their_own(monkeypatch):

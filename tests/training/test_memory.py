@@ -12,7 +12,7 @@ import collector
 import pytest
 import warm
 
-from fastbert.training.memory import collector_spares_what_is_there
+from fastbert.importing import collector_spares_what_is_there
 
 PROGRAM = """
 import resource

@@ -26,6 +26,12 @@ def _places() -> tuple[re.Pattern[str], ...]:
     return re.compile(r"(?<=\w)(?= \w)"), re.compile(others)
 
 
+@cache
+def _no_word() -> re.Pattern[str]:
+    """A sign that is no part of a word: there is one beside each of the places."""
+    return re.compile(rf"[\W{_CJK}]")
+
+
 def uncut(tokenizer: Tokenizer) -> Tokenizer:
     """One that neither cuts nor pads, with the vocabulary, in the same memory, of another."""
     made = Tokenizer(tokenizer.model)
@@ -111,6 +117,8 @@ def as_far_as_needed(tokenizer: Tokenizer, text: str) -> str:
     counting, chars, tokens = uncut(tokenizer), 0, 0
     for piece in pieces_of(counting, text, truncation["direction"]):
         chars += len(piece)
+        if chars == len(text):  # nothing is behind it, and to count it would be to tokenise it twice
+            break
         tokens += _count(counting, piece)
         if tokens > truncation["max_length"]:
             break
@@ -128,13 +136,19 @@ def _parting(tokenizer: Tokenizer, text: str, starts: Iterable[int]) -> int | No
     pre_tokenizer = tokenizer.pre_tokenizer
     if pre_tokenizer is None or len(pre_tokenizer.pre_tokenize_str("ab cd")) < 2:
         return None
-    found = (
-        one.start()
-        for start in starts
-        for places in _places()
-        for one in islice(places.finditer(text, start, start + PIECE_CHARS), PLACES_TO_TRY)
-    )
-    return next((at for at in islice(found, 4 * PLACES_TO_TRY) if _is_parted(tokenizer, text, at)), None)
+    tries = [PLACES_TO_TRY] * len(_places())
+    for start in starts:  # so many characters at a time: a search holds up Python's other threads
+        stop = min(start + PIECE_CHARS + 2, len(text))  # a place is told by two characters behind it
+        if not _no_word().search(text, start - 1, stop):
+            continue
+        for i, places in enumerate(_places()):
+            for found in islice(places.finditer(text, start, stop), tries[i]):
+                if found.start() >= start + PIECE_CHARS:  # of the next part
+                    break
+                if _is_parted(tokenizer, text, found.start()):
+                    return found.start()
+                tries[i] -= 1
+    return None
 
 
 def _is_parted(tokenizer: Tokenizer, text: str, at: int) -> bool:

@@ -33,7 +33,7 @@ def now() -> str:
 
 
 def lost(form: AccessLog | None, count: int) -> str:
-    """The line that stands for `count` others which nobody read in time."""
+    """The line that stands for `count` others that were not read in time."""
     return json.dumps({"time": now(), "lost": count}) if form == "json" else f"{now()} lost {count}"
 
 

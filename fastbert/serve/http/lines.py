@@ -1,4 +1,4 @@
-"""The lines of a log, written by a thread of their own: who does not read them must not hold up who writes."""
+"""The lines of a log, written by a thread of their own: a slow reader must not hold up the server."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Lines:
                 while data:
                     try:
                         data = data[os.write(self.descriptor, data) :]
-                    except BlockingIOError:  # who shares it has made it so
+                    except BlockingIOError:  # another process that shares it has made it so
                         select.select([], [self.descriptor], [])
             except OSError:
                 pass

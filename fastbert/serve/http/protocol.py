@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import selectors
+import socket
+import sys
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -14,9 +17,10 @@ from fastbert.serve.request_errors import error_response, route_path
 MAX_HEAD = 65_536  # bytes of a request beside its body: its line, its headers, the sizes of its chunks
 MAX_WAITING = 16  # requests that a client sends before it has the answer to the first
 GRACE_S = 5.0  # the routes' own answer to a slow body comes first
-LINGER_S = 0.2  # of a connection that was refused: TLS would wait half a minute for the client's goodbye
+LINGER_S = 0.2  # of a connection that is closed: TLS would wait half a minute for the client's goodbye
 SPARE = 16  # connections above the limit, which may ask whether the server lives
 LIVE = "/live"
+_BYTES_SENT = slice(200, 208)  # of Linux's struct tcp_info
 BUSY = "fastbert.busy"  # where the scope has what a connection above the limit is told
 
 
@@ -34,18 +38,34 @@ class Bounds:
         return f"{self.max_connections} connections are open: try again later"
 
 
+def bytes_sent(opened: Any) -> int | None:
+    """Of a TCP socket. None: it is full, or has gone, or the system does not count (Linux does)."""
+    if not hasattr(socket, "TCP_INFO"):
+        return None
+    try:
+        with selectors.DefaultSelector() as selector:
+            selector.register(opened, selectors.EVENT_WRITE)
+            if not selector.select(0):
+                return None
+        counts = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT.stop)
+    except (OSError, ValueError):
+        return None
+    return int.from_bytes(counts[_BYTES_SENT], sys.byteorder) or None
+
+
 class Bounded(HttpToolsProtocol):
     """Of an application that `only_live` has. A connection ends when a request does not arrive, or its answer is not
     read, in time.
 
-    One above `max_connections` gets 503 for all but LIVE, whoever holds the others: who restarts a server that does not
-    live must not do so because clients send half of a request. Of too many of these the oldest goes.
+    One above `max_connections` gets 503 for all but LIVE. What restarts a server that does not live must not do so
+    because clients send half of a request. Of too many of these the oldest goes.
     """
 
     beside = 0  # bytes of this request that are not its body
     answering: RequestResponseCycle | None = None  # uvicorn's own `cycle` is the latest that came in
     reading: asyncio.TimerHandle | None = None
     writing: asyncio.TimerHandle | None = None
+    lingering: asyncio.TimerHandle | None = None
 
     def __init__(self, bounds: Bounds, **uvicorns: Any):
         super().__init__(**uvicorns)
@@ -53,6 +73,7 @@ class Bounded(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.socket = transport.get_extra_info("socket")  # asyncio's TLS no longer has it when it was closed twice
         spare = self.bounds.spare
         if len(self.connections) - len(spare) > self.bounds.max_connections:
             spare[self] = None
@@ -61,7 +82,7 @@ class Bounded(HttpToolsProtocol):
         self.await_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self.reading, self.writing):
+        for timer in (self.reading, self.writing, self.lingering):
             if timer is not None:
                 timer.cancel()
         self.bounds.spare.pop(self, None)
@@ -104,6 +125,31 @@ class Bounded(HttpToolsProtocol):
         if self.writing is not None:
             self.writing.cancel()
         super().resume_writing()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():  # it was the last answer
+            self.linger()
+
+    def shutdown(self) -> None:
+        """The server stops; it may say so several times."""
+        if not self.transport.is_closing():  # of one that was closed twice abort() does nothing in asyncio's TLS
+            super().shutdown()
+        if self.transport.is_closing() and self.lingering is None:  # nothing of it is in flight
+            self.linger()
+
+    def linger(self, before: int | None = None) -> None:
+        """Of TLS, end a connection that is closed, when its client has everything, and LINGER_S to say goodbye.
+
+        TLS does not tell what it still has to send. But then it fills the socket, or has sent more since `before`.
+        """
+        if self.scheme != "https":
+            return
+        sent = bytes_sent(self.socket)
+        if sent is not None and sent == before:
+            self.transport.abort()
+        else:
+            self.lingering = self.loop.call_later(LINGER_S, self.linger, sent)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self.answering = cycle

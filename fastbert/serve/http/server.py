@@ -1,7 +1,7 @@
-"""uvicorn's server with a door of its own, so that who has come before a signal is served and not thrown out.
+"""uvicorn's server with a door of its own, so that clients that came before a signal are served and not thrown out.
 
 uvicorn stops by closing the socket it listens at, and each connection of which it has read no request. The kernel then
-resets whoever waits there, though what they want may have been sent whole.
+resets the connections that wait there, though their requests may have been sent whole.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class HttpServer(uvicorn.Server):
     """Listens at the one socket that `run(sockets=[...])` gets. `on_open()` is called when a signal finds the way to
     `shutdown`: from then on no request is lost. Of more than `max_entering` connections in a handshake of TLS the
-    oldest goes: who only connects must keep nobody out.
+    oldest goes: clients that only connect must keep no others out.
 
     When it has stopped, the process ignores SIGINT and SIGTERM: all is answered, and one more Ctrl-C must not make a
     killed process of a clean end while Python exits. What comes before it has started is raised, as uvicorn does.
@@ -73,7 +73,7 @@ class HttpServer(uvicorn.Server):
         await super().main_loop()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take in who is at the door and close it, read what has been sent, and only then stop as uvicorn does."""
+        """Take in the clients at the door and close it, read what has been sent, and only then stop as uvicorn does."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(self.door)
         self._let_in()
@@ -99,7 +99,7 @@ class HttpServer(uvicorn.Server):
             asyncio.get_running_loop().add_reader(self.door, self._let_in)
 
     def _let_in(self) -> None:
-        """All who wait at the door, or one for each who has to go."""
+        """All clients that wait at the door, or one for each that has to go."""
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -140,7 +140,7 @@ class HttpServer(uvicorn.Server):
             opened.close()
 
     def _unread(self) -> set[Any]:
-        """The connections that have sent something which nobody has read."""
+        """The connections that have sent something which is not read yet."""
         with selectors.DefaultSelector() as selector:
             for connection in self.server_state.connections:
                 if not connection.transport.is_closing():
