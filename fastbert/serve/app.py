@@ -37,7 +37,7 @@ from fastbert.serve.routes.openapi import Route
 from fastbert.serve.routes.table import routes_of
 from fastbert.serve.routes.token_ids import check_ids, cutting_at, sequences_of_ids, side_of
 from fastbert.serve.times import TIMES
-from fastbert.serve.tokenizing import Tokenizing
+from fastbert.serve.tokenizing import Tokenizing, give_back_now_and_then
 from fastbert.version import __version__
 
 Made = TypeVar("Made")
@@ -64,7 +64,9 @@ def make_app(
         on_batch = server.metrics.on_batch
         server.batcher = Batcher(engine.compute, batch_tokens, workers, threads, on_batch, spare=spare)
         server.metrics.queue_size.set_function(lambda: server.batcher.waiting)
+        giving_back = asyncio.create_task(give_back_now_and_then())
         yield
+        giving_back.cancel()
         server.batcher.close()
 
     app = FastAPI(title="fastbert", version=__version__, lifespan=lifespan, redoc_url=None)

@@ -15,6 +15,7 @@ import anyio
 
 INLINE = 2000  # characters, or ids; to tokenise more would hold up the other requests: a thread does it
 LARGE = 1 << 17  # more may take a hundred times their memory: one request after the other
+GIVE_BACK_S = 60.0
 MIDDLE_THREADS = 4  # for what is between; a text takes all cores by itself, so more would gain nothing
 
 Made = TypeVar("Made")
@@ -58,6 +59,13 @@ def _timed(make: Callable[[], Made]) -> tuple[Made, float]:
     start = time.perf_counter()
     made = make()
     return made, time.perf_counter() - start
+
+
+async def give_back_now_and_then() -> None:
+    """Forever. Answers, too, are made by several threads, and what they had has grown by 3 MB a minute."""
+    while _trim is not None:
+        await asyncio.sleep(GIVE_BACK_S)
+        await asyncio.to_thread(_trim, 0)  # 1 to 10 ms
 
 
 def _giving_back(make: Callable[[], Made]) -> tuple[Made, float]:

@@ -9,8 +9,12 @@ import weakref
 from functools import partial
 
 import pytest
+import tiny
 
 from fastbert.serve import tokenizing
+from fastbert.serve.app import make_app
+from fastbert.serve.engine import load_engine
+from fastbert.serve.limits import Limits
 from fastbert.serve.tokenizing import INLINE, LARGE, Tokenizing
 
 SIZES = pytest.mark.parametrize("size", (INLINE + 1, LARGE + 1), ids=("middle", "large"))
@@ -91,3 +95,22 @@ def test_memory_goes_back_after_what_is_large(monkeypatch):
 
     asyncio.run(program())
     assert len(given_back) == 2
+
+
+def test_memory_goes_back_now_and_then(tmp_path, monkeypatch):
+    """As long as the application runs, and not behind it."""
+    given_back = []
+    monkeypatch.setattr(tokenizing, "_trim", given_back.append)
+    monkeypatch.setattr(tokenizing, "GIVE_BACK_S", 0.01)
+    engine = load_engine(str(tiny.write_model(tmp_path)), "float32", "cpu")
+    app = make_app(engine, Limits(), batch_tokens=64, workers=1, threads=1)
+
+    async def program():
+        async with app.router.lifespan_context(app):
+            while len(given_back) < 3:
+                await asyncio.sleep(0.01)
+        count = len(given_back)
+        await asyncio.sleep(0.05)
+        assert len(given_back) == count
+
+    asyncio.run(asyncio.wait_for(program(), 60))
