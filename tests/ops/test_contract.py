@@ -164,7 +164,7 @@ def test_the_same_bits_in_every_run_and_for_any_number_of_threads(op, backend, d
     with drawn(op, backend, dtype) as cases:
         for one in cases:
             expected = one.results()
-            for count in (threads, 1, 2, 3) if backend.startswith("cpu") else (threads,):
+            for count in {threads, 1, 2, 3} if backend.startswith("cpu") else (threads,):
                 torch.set_num_threads(count)
                 found = one.results()
                 torch.set_num_threads(threads)

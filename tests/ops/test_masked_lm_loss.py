@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from family_configs import config_for
-from full import left_to_simulated
+from full import halved, left_to_simulated
 from precise import in_float64
 from seeds import manual_seed, torch_generator
 from torch import nn
@@ -129,6 +129,7 @@ def differentiated(run, activation, indices, labels, tensors, scale: float = 3.0
     }
 
 
+@halved
 @pytest.mark.parametrize("has_bias", (True, False))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("activation", ("gelu", "gelu_tanh", "relu", "silu", "tanh"))
