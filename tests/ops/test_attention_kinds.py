@@ -105,14 +105,16 @@ def test_all_together(backend, dtype, kind):
 
 @left_to_full(lambda p: p["window_size"] != ((-1, 10) if p["dtype"] is torch.bfloat16 else (40, 64)))
 @left_to_full(lambda p: p["backend"] == "torch" or is_met_in_the_other_dtype(p, 0))  # torch has no blocks
+@left_to_full(lambda p: not p["has_holes"])  # test_what_is_far_outside_of_the_window_is_not_visited has none
+@pytest.mark.parametrize("has_holes", (True, False))
 @pytest.mark.parametrize("window_size", ((-1, -1), (40, 64), (-1, 10)), ids=str)
 @each_dtype
 @backends("torch", *OF_FLOATS)
-def test_sequences_longer_than_a_block_of_keys(backend, dtype, window_size):
+def test_sequences_longer_than_a_block_of_keys(backend, dtype, window_size, has_holes):
     """With steps up to 100 a block of keys may hold none that a query sees, and a later one the first."""
     options = {"window_size": window_size, "rotary": rotary_of(BLOCKS, 32)}
-    for places in (None, positions(BLOCKS, 100)):
-        check(backend, BLOCKS, make(BLOCKS, (2, 1), dtype=dtype), window_positions=places, **options)
+    places = positions(BLOCKS, 100) if has_holes else None
+    check(backend, BLOCKS, make(BLOCKS, (2, 1), dtype=dtype), window_positions=places, **options)
 
 
 @halved
