@@ -8,6 +8,7 @@ from batches import make_batch
 from family_configs import make_config
 from full import halved, thinned
 from hf import FAMILIES, cast, hf_class, hf_config, make_oracle, make_ours, randomise
+from kinds import of_every_kind
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fastbert import families
@@ -103,6 +104,7 @@ def test_bad_values(model_type, changes, message):
         EncoderConfig.from_dict(entries(model_type, **changes))
 
 
+@of_every_kind()
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_texts_beyond_max_position_embeddings(model_type):
     """Where there is a table of positions, an error that names both; where positions are rotary, as transformers."""

@@ -85,7 +85,7 @@ def test_isolation(model_type, dtype):
 @dtype_axis
 @special_axis
 def test_the_number_of_threads_changes_no_bit(model_type, dtype):
-    model, batch = make(model_type, 0, dtype), make_batch(make_config(model_type), "right", 5, 70)
+    model, batch = make(model_type, 0, dtype, num_hidden_layers=2), make_batch(make_config(model_type), "right", 5, 70)
     results, threads = [], torch.get_num_threads()
     try:
         for count in (1, 2, 5):

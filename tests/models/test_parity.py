@@ -58,7 +58,7 @@ def test_the_baby_model(head, dtype):
     check(config, head, batch, make_labels(config, head, batch, seed=0), dtype)
 
 
-@thinned(12)  # what a kind of labels is, no family knows
+@thinned(24)  # what a kind of labels is, no family knows
 @dtype_axis
 @pytest.mark.parametrize("kind", ["regression", "several regressions", "multi_label_classification"])
 @families_axis

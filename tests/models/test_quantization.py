@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import warnings
 import weakref
 from pathlib import Path
@@ -234,9 +235,16 @@ DAMAGE = {
 }
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    fastbert.quantize(AutoModel.from_pretrained(tiny.write_model(folder))).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize("message", DAMAGE)
-def test_damaged_folders(message, tmp_path):
-    fastbert.quantize(AutoModel.from_pretrained(tiny.write_model(tmp_path))).save_pretrained(tmp_path)
+def test_damaged_folders(message, saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     weights, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
     DAMAGE[message](weights, config)
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from batches import make_batch
 from family_configs import make_config
-from full import thinned
+from full import halved
 from hf import cast, hf_class, hf_config, make_hf, make_oracle, make_ours, randomise
 from transformers.models.eurobert import modeling_eurobert
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
@@ -51,7 +51,7 @@ def assert_as_theirs(model, theirs, batch) -> None:
         assert_close_to_reference(actual, oracle, baseline, GRADIENT_FACTOR)
 
 
-@thinned(4)
+@halved
 @pytest.mark.parametrize("index", (0, 2))  # 2 turns values, too
 @pytest.mark.parametrize("pattern", MASKS)
 def test_a_table_that_is_none_of_sines(pattern, index, tmp_path):
