@@ -86,8 +86,8 @@ def literal_of(form, activation="gelu", **options):
 @each_form
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_against_the_oracle(isa, form, activation, dtype):
-    for (hidden, inner), bias in product(SIZES, (True, False)):
-        named = make(form, 17, hidden, inner, dtype, bias, activation == "relu")
+    for i, (hidden, inner) in enumerate(SIZES):
+        named = make(form, 17, hidden, inner, dtype, i % 2 == 0, activation == "relu")  # every second one has biases
         dout = torch.randn(17, hidden).to(dtype)
         actual = check(ours(form, activation), literal_of(form, activation), named, dout)
         with torch.no_grad():
