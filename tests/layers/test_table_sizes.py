@@ -36,7 +36,7 @@ ROWS = {"input_ids": "vocab_size", "position_ids": "max_position_embeddings", "t
 
 def make_model(model_type="bert", head="Model", **fields):
     manual_seed(0)
-    return CLASSES[model_type, head](make_config(model_type).replace(**fields)).eval()
+    return CLASSES[model_type, head](make_config(model_type, num_hidden_layers=2).replace(**fields)).eval()
 
 
 def with_rows(model, name: str, rows: int):

@@ -80,7 +80,7 @@ def run(model: nn.Module, how: str) -> list[torch.Tensor]:
 
 
 @of_every_kind()
-@thinned(4)
+@thinned(6)
 @pytest.mark.parametrize("options,how", ((NO_WEIGHT, "no_grad"), (NO_WEIGHT, "gradients"), (NO_BIAS, "gradients")))
 @pytest.mark.parametrize("model_type,where", PLACES)
 def test_a_layer_norm_without_weights_is_what_torch_makes_of_it(model_type, where, options, how):

@@ -74,7 +74,7 @@ def copied(config, head: str) -> list[str]:
 @models_axis
 def test_outputs_loss_and_gradients(model_type, head):
     """RoBERTa's classifier (CamemBERT's) is a container, which PEFT copies for SEQ_CLS unasked: a KeyError once."""
-    config, number = config_for(model_type, head, 0), MODELS.index((model_type, head))
+    config, number = config_for(model_type, head, 0, num_hidden_layers=2), MODELS.index((model_type, head))
     if (model_type, head) == ("albert", "PreTraining"):
         config = config.replace(num_labels=2)
     batch = make_batch(config, "right", seed=number)
@@ -95,7 +95,7 @@ def test_outputs_loss_and_gradients(model_type, head):
 )
 def test_the_adapter_in_use(model_type, head, names, target):
     """Layers that run as one op are remembered: of the first adapter, once, for all that came after it."""
-    config = config_for(model_type, head, 0)
+    config = config_for(model_type, head, 0, num_hidden_layers=2)
     theirs = make_hf(config, head).eval()
     models = make_ours(config, head, theirs).eval(), theirs, copy.deepcopy(theirs).double()
     models = [drawn(model, names, head, [target]) for model in models]

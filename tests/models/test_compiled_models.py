@@ -59,12 +59,14 @@ def test_a_mask_and_one_graph_exclude_each_other(kind):
         compiled(IDS, attention_mask=torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]))
 
 
-def test_packed_inputs_are_one_graph():
+@left_to_full(lambda p: len(p["batches"]) > 2)  # each batch is another compilation
+@pytest.mark.parametrize("batches", (((5, 2), (3, 3)), ((5, 2), (5, 1), (3, 3))), ids=("two", "three"))
+def test_packed_inputs_are_one_graph(batches):
     model = make("bert")
     oracle = make_oracle(make_hf(model.config, "Model").eval())
     oracle.load_state_dict(model.state_dict())
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    for lengths in ((5, 2), (5, 1), (3, 3)):
+    for lengths in batches:
         rows = [row[:n].tolist() for row, n in zip(IDS, lengths, strict=True)]
         actual = compiled(fastbert.pack_inputs(rows)).last_hidden_state.split(lengths)
         for row, mine in zip(rows, actual, strict=True):

@@ -6,8 +6,9 @@ import pytest
 import torch
 from batches import make_batch
 from family_configs import make_config
-from full import halved
+from full import halved, thinned
 from hf import FAMILIES, cast, hf_class, hf_config, make_oracle, make_ours, randomise
+from kinds import of_every_kind
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fastbert import families
@@ -26,6 +27,12 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
 def in_rope(model_type: str, parameters) -> dict:
     """`parameters` as the family's config.json has them: ModernBERT a set for each type of layer."""
     return {"full_attention": parameters} if model_type == "modernbert" else parameters
+
+
+def short_of(model_type: str, parameters):
+    """Of two layers, with these rope_parameters."""
+    places = {"rope_parameters": parameters, "max_position_embeddings": 128}
+    return make_config(model_type, 0, num_hidden_layers=2, **places)
 
 
 def entries(model_type: str, **changes) -> dict:
@@ -97,10 +104,11 @@ def test_bad_values(model_type, changes, message):
         EncoderConfig.from_dict(entries(model_type, **changes))
 
 
+@of_every_kind()
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_texts_beyond_max_position_embeddings(model_type):
     """Where there is a table of positions, an error that names both; where positions are rotary, as transformers."""
-    config = make_config(model_type, 0, max_position_embeddings=16)
+    config = make_config(model_type, 0, max_position_embeddings=16, num_hidden_layers=2)
     theirs = cast(randomise(hf_class(model_type, "Model")(hf_config(config))), torch.float32).eval()
     ours = make_ours(config, "Model", theirs).eval()
     batch = make_batch(config, "none", 2, 40)
@@ -153,19 +161,19 @@ def test_inverse_frequencies(kind, number):
     assert factor == pytest.approx(their_factor, rel=4 * torch.finfo(torch.float64).eps)
 
 
-@halved
+@thinned(4)
 @pytest.mark.parametrize("kind", SCALINGS)
 @ropes_axis
 def test_whole_models_with_scaled_positions(model_type, kind):
     rope = {"rope_type": kind, "rope_theta": 1000.0, **SCALINGS[kind][0]}
-    config = make_config(model_type, 0, rope_parameters=in_rope(model_type, rope), max_position_embeddings=128)
+    config = short_of(model_type, in_rope(model_type, rope))
     theirs = cast(randomise(hf_class(model_type, "Model")(hf_config(config))), torch.float32).eval()
     ours = make_ours(config, "Model", theirs).eval()
     batch = make_batch(config, "right", 2, 100)
     with torch.no_grad():
         found, baseline, oracle = (m(**batch.inputs)[0][batch.real] for m in (ours, theirs, make_oracle(theirs)))
     assert_close_to_reference(found, oracle, baseline, GRADIENT_FACTOR)
-    plain = make_config(model_type, 0, rope_parameters=None, max_position_embeddings=128)
+    plain = short_of(model_type, None)
     with torch.no_grad():
         other = make_ours(plain, "Model", theirs).eval()(**batch.inputs)[0][batch.real]
     assert (other - found).abs().max() > (found - oracle).abs().max() * 100  # the scaling is seen

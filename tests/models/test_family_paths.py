@@ -10,7 +10,7 @@ import torch
 from batches import make_batch
 from counted_ops import Ops
 from family_configs import NUM_CONFIGS, has_rotary, has_windows, make_config
-from full import halved, left_to_full, thinned
+from full import left_to_full, thinned
 from hf import FAMILIES, families_axis, randomise
 from kinds import of_every_kind
 from precise import in_float64
@@ -44,7 +44,7 @@ def fused_cases() -> list[tuple[str, int]]:
 
 
 @of_every_kind()
-@halved
+@thinned(4)
 @has_kernels
 @dtype_axis
 @pytest.mark.parametrize(("model_type", "index"), fused_cases())
@@ -85,7 +85,7 @@ def test_isolation(model_type, dtype):
 @dtype_axis
 @special_axis
 def test_the_number_of_threads_changes_no_bit(model_type, dtype):
-    model, batch = make(model_type, 0, dtype), make_batch(make_config(model_type), "right", 5, 70)
+    model, batch = make(model_type, 0, dtype, num_hidden_layers=2), make_batch(make_config(model_type), "right", 5, 70)
     results, threads = [], torch.get_num_threads()
     try:
         for count in (1, 2, 5):
@@ -135,7 +135,7 @@ def test_compiles_into_one_graph(model_type, backend):
             assert torch.equal(found, eager) or backend == "inductor"  # which computes cosines otherwise
 
 
-@halved
+@thinned(4)
 @pytest.mark.parametrize(
     ("settings", "length"),
     [(None, 50), ({"do_lower_case": False}, 50), ({"max_seq_length": None}, 50), ({"max_seq_length": 20}, 20)],

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from family_configs import make_config
-from full import halved
+from full import halved, thinned
 from hf import make_trio, random_like
 from torch.autograd import forward_ad, functional
 from torch.func import functional_call, grad, jacfwd, jvp, vmap
@@ -87,7 +87,7 @@ def hessian_vector(model):
     return flat(jvp(first, (weights_of(model),), (directions(model),))[1])
 
 
-@halved
+@thinned(4)
 @pytest.mark.filterwarnings("ignore:fastbert. .*transformers' own forward")
 @pytest.mark.parametrize("transform", (dual, jvp_of_embeds, jvp_of_weights, jacobian))
 @pytest.mark.parametrize("model_type", ("bert", "distilbert", "modernbert"))
@@ -120,7 +120,7 @@ def penalty(model):
 @pytest.mark.parametrize("model_type", ("bert", "distilbert"))
 def test_gradients_of_gradients(model_type, twice):
     """Torch's backend has them; kernels say that they do not, and never give zeros."""
-    trio = make_trio(make_config(model_type), "Model", torch.float32)
+    trio = make_trio(make_config(model_type, num_hidden_layers=2), "Model", torch.float32)
     with use_backend("torch"):
         compare_with(trio, twice)
     if extension_error() is None:
@@ -138,7 +138,7 @@ def test_transforms_of_gradients(model_type, transform):
 
 
 def compare(model_type, transform):
-    compare_with(make_trio(make_config(model_type), "Model", torch.float32), transform)
+    compare_with(make_trio(make_config(model_type, num_hidden_layers=2), "Model", torch.float32), transform)
 
 
 def two_of_ours(trio):
@@ -154,12 +154,12 @@ def compare_with(trio, transform):
 
 
 def test_a_backend_that_was_asked_for_says_why_it_cannot():
-    model = make_trio(make_config("bert"), "Model", torch.float32).ours
+    model = make_trio(make_config("bert", num_hidden_layers=2), "Model", torch.float32).ours
     with use_backend("cpu"), pytest.raises(BackendError, match=r"cannot serve .*: forward-mode derivatives"):
         jvp_of_weights(model)
 
 
 def test_a_mask_that_vmap_batches_is_refused():
-    model = make_trio(make_config("bert"), "Model", torch.float32).ours
+    model = make_trio(make_config("bert", num_hidden_layers=2), "Model", torch.float32).ours
     with pytest.raises(fastbert.InputError, match="attention_mask is batched by vmap"):
         vmap(lambda ids, mask: model(ids[None], attention_mask=mask[None])[0])(IDS, MASK)

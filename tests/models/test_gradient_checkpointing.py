@@ -23,7 +23,7 @@ from fastbert.families import FAMILIES
 def test_gradient_checkpointing(model_type, dropout):
     """The same loss, gradients and extras, bit for bit, with dropout too."""
     names = {"hidden_dropout_prob", "attention_probs_dropout_prob"} - {*FAMILIES[model_type].fixed}
-    config = config_for(model_type, "TokenClassification", 0, **dict.fromkeys(names, dropout))
+    config = config_for(model_type, "TokenClassification", 0, num_hidden_layers=2, **dict.fromkeys(names, dropout))
     plain, batch = make_model(config, "TokenClassification"), make_batch(config, "right")
     kept = make_ours(config, "TokenClassification", plain)
     kept.gradient_checkpointing_enable({"use_reentrant": False})

@@ -52,7 +52,7 @@ def test_a_model_without_memory_is_drawn_later(model_type):
 
 @pytest.mark.parametrize("how", ["init_weights", "initialize_weights", "post_init"])
 def test_emptied_weights_are_drawn_again(how):
-    config = make_config("bert")
+    config = make_config("bert", num_hidden_layers=2)
     model = fastbert.BertForSequenceClassification(config)
     getattr(filled_with_nan(model.to_empty(device="cpu")), how)()
     assert_as_drawn(model, fastbert.BertForSequenceClassification(config))
@@ -61,7 +61,7 @@ def test_emptied_weights_are_drawn_again(how):
 class Around(transformers.BertPreTrainedModel):
     def __init__(self, config):
         super().__init__(config)
-        self.inner = fastbert.BertModel(make_config("bert"))
+        self.inner = fastbert.BertModel(make_config("bert", num_hidden_layers=2))
         self.post_init()
 
 
@@ -74,11 +74,11 @@ class OursAround(fastbert.BertModel):
 
 @pytest.mark.parametrize("around", [Around, OursAround])
 def test_a_model_in_another_one(around, tmp_path):
-    config = make_config("bert") if around is OursAround else transformers.BertConfig()
+    config = make_config("bert", num_hidden_layers=2) if around is OursAround else transformers.BertConfig()
     with torch.device("meta"):
         model = around(config)
     filled_with_nan(model.to_empty(device="cpu")).init_weights()
-    assert_as_drawn(model.inner, fastbert.BertModel(make_config("bert")))
+    assert_as_drawn(model.inner, fastbert.BertModel(make_config("bert", num_hidden_layers=2)))
     model.save_pretrained(tmp_path)
     loaded = around.from_pretrained(tmp_path)  # with marks on tensors, where transformers loads
     assert all(torch.equal(t, loaded.state_dict()[key]) for key, t in model.state_dict().items())
@@ -129,7 +129,7 @@ def is_drawn(key: str) -> bool:
 
 def test_what_a_subclass_adds():
     """As transformers has it: batch norms, GRUs and a parameter of one's own were set to 0."""
-    config = make_config("bert")
+    config = make_config("bert", num_hidden_layers=2)
     ours, theirs = Ours(config), Theirs(transformers.BertConfig(**config.to_dict()))
     keys = [key for key in ours.state_dict() if key.startswith(ADDED)]
     assert [key for key in theirs.state_dict() if key.startswith(ADDED)] == keys
@@ -181,7 +181,7 @@ def test_a_subclass_has_a_rule_of_its_own(tmp_path):
             elif module is self and "scale" in self._parameters:
                 self.scale.data.fill_(5)
 
-    config = make_config("bert")
+    config = make_config("bert", num_hidden_layers=2)
     fastbert.BertModel(config).save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="not in the checkpoint"):
         loaded = Own.from_pretrained(tmp_path)

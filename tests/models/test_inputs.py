@@ -27,7 +27,7 @@ def with_value(tensor: torch.Tensor, value: int) -> torch.Tensor:
 
 
 def make_model(model_type: str = "bert", head: str = "Model", **changes):
-    return CLASSES[model_type, head](config_for(model_type, head, 0, **changes)).eval()
+    return CLASSES[model_type, head](config_for(model_type, head, 0, **{"num_hidden_layers": 1, **changes})).eval()
 
 
 BAD_INPUTS = {

@@ -22,7 +22,7 @@ PAIRS = [1, 0, 1]
 
 def pair_model(name: str):
     manual_seed(0)
-    model = CLASSES[name, "PreTraining"](config_for(name, "PreTraining")).eval()
+    model = CLASSES[name, "PreTraining"](config_for(name, "PreTraining", num_hidden_layers=2)).eval()
     return model, model.head_form.pair_label
 
 
@@ -53,7 +53,7 @@ def test_each_term_has_its_own_total(name):
 @pytest.mark.parametrize("head", ["MaskedLM", "TokenClassification", "SequenceClassification"])
 def test_a_batch_without_labels_adds_nothing(head, total):
     """As a sum over no labels, also where no rank has any: a NaN would end the run."""
-    model = CLASSES["bert", head](config_for("bert", head)).eval()
+    model = CLASSES["bert", head](config_for("bert", head, num_hidden_layers=2)).eval()
     per_token = head != "SequenceClassification"
     labels = [[-100] * len(row) for row in IDS] if per_token else [-100] * len(IDS)
     loss = model(**fastbert.pack_inputs(IDS, labels=labels), num_items_in_batch=total).loss
@@ -65,7 +65,8 @@ def test_a_batch_without_labels_adds_nothing(head, total):
 def test_terms_of_joint_pre_training():
     """The generator's by its labels, the discriminator's by the real tokens."""
     manual_seed(0)
-    pair = [CLASSES["electra", head](config_for("electra", head)) for head in ("MaskedLM", "PreTraining")]
+    heads = ("MaskedLM", "PreTraining")
+    pair = [CLASSES["electra", head](config_for("electra", head, num_hidden_layers=2)) for head in heads]
     joint = fastbert.ElectraForJointPreTraining(*pair).eval()
     packed = fastbert.pack_inputs(IDS, labels=LABELS)
     found = []

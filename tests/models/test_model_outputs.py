@@ -33,7 +33,7 @@ def both():
 @pytest.fixture
 def masked_lm():
     """A masked LM, a call's arguments, and a list that grows whenever the logits of all tokens are computed."""
-    config = config_for("bert", "MaskedLM")
+    config = config_for("bert", "MaskedLM", num_hidden_layers=2)
     model, calls = CLASSES["bert", "MaskedLM"](config), []
     compute = model.masked_lm_logits
     model.masked_lm_logits = lambda *args: calls.append(1) or compute(*args)
@@ -187,7 +187,7 @@ def test_deferred_logits_keep_the_mode_of_their_call(masked_lm, how):
 
 @pytest.mark.parametrize("model_type", ["bert", "albert", "megatron-bert"])
 def test_deferred_prediction_logits(model_type):
-    config = config_for(model_type, "PreTraining", num_labels=2)
+    config = config_for(model_type, "PreTraining", num_labels=2, num_hidden_layers=2)
     model, batch = CLASSES[model_type, "PreTraining"](config), make_batch(config)
     inputs, labels = batch.inputs, batch.inputs["input_ids"].where(batch.real, -100)
     pair = config.family.heads["PreTraining"].pair_label

@@ -17,12 +17,12 @@ IDS = torch.tensor([[5, 6, 7, 8]])
 
 
 def make(head: str = "MaskedLM"):
-    return CLASSES["bert", head](config_for("bert", head))
+    return CLASSES["bert", head](config_for("bert", head, num_hidden_layers=2))
 
 
 @pytest.mark.parametrize("name", ["eager", "sdpa"])
 def test_the_attention_that_was_asked_for(tmp_path, name):
-    config = config_for("bert", "MaskedLM")
+    config = config_for("bert", "MaskedLM", num_hidden_layers=2)
     ours, theirs = make(), hf_class("bert", "MaskedLM")(hf_config(config))
     for model in (ours, theirs):
         model.set_attn_implementation(name)
@@ -37,7 +37,7 @@ def test_the_attention_that_was_asked_for(tmp_path, name):
 @pytest.mark.parametrize("head", ["Model", "MaskedLM"])
 def test_a_config_turns_checkpointing_on(tmp_path, head):
     """Before the model is made. A folder does not say it: it is the training's."""
-    config = config_for("bert", head)
+    config = config_for("bert", head, num_hidden_layers=2)
     other = hf_config(config)
     config.gradient_checkpointing = other.gradient_checkpointing = True
     for model in (CLASSES["bert", head](config), hf_class("bert", head)(other)):
@@ -51,7 +51,7 @@ def test_a_config_turns_checkpointing_on(tmp_path, head):
 
 
 def test_words_after_a_resize():
-    ours, theirs = make(), hf_class("bert", "MaskedLM")(hf_config(config_for("bert", "MaskedLM")))
+    ours, theirs = make(), hf_class("bert", "MaskedLM")(hf_config(config_for("bert", "MaskedLM", num_hidden_layers=2)))
     for model in (ours, theirs):
         model.resize_token_embeddings(70)
         assert model.vocab_size == model.config.vocab_size == 70
@@ -73,7 +73,7 @@ def test_models_without_memory(model_type):
 @pytest.mark.parametrize("head", ["Model", "MaskedLM"])
 def test_features_with_results_of_before(head):
     """sentence-transformers leaves them there, and transformers' classes read none of them."""
-    model = CLASSES["bert", head](config_for("bert", head)).eval()
+    model = CLASSES["bert", head](config_for("bert", head, num_hidden_layers=2)).eval()
     expected = model(IDS)[0]
     for name in IGNORED:
         assert torch.equal(model(IDS, **{name: expected})[0], expected)

@@ -53,7 +53,7 @@ def packed_at_same_places(config, batch, pattern: str) -> dict:
 @models_axis
 def test_packed_equals_padded(model_type, head, pattern):
     """Fields, loss and gradients of the same tokens at the same positions, in either layout: the same bits."""
-    config = config_for(model_type, head, 0)
+    config = config_for(model_type, head, 0, num_hidden_layers=2)
     padded, batch = make_model(config, head), make_batch(config, pattern)
     packed, labels = copy.deepcopy(padded), make_labels(config, head, batch, seed=0)
     if measures_by_columns(config) and pattern == "holes":
@@ -108,7 +108,7 @@ def test_default_positions_of_packed_input(model_type, dtype):
 @families_axis
 def test_a_bound_far_above_the_truth_makes_no_larger_tables(model_type, checked, monkeypatch):
     """Where the host has seen the offsets, it knows the longest; else no sequence is longer than the batch."""
-    config = make_config(model_type)
+    config = make_config(model_type, num_hidden_layers=2)
     if not checked and (not has_rotary(config) or config.distances.are_absolute):
         return  # a bound beyond a table of positions is refused
     model, packed = make_model(config).eval(), make_batch(config).packed()
@@ -159,7 +159,7 @@ def test_hidden_states_and_attentions(model_type, pattern):
 @of_every_kind()
 @families_axis
 def test_inputs_embeds_and_position_ids(model_type, dtype):
-    config = make_config(model_type, 0)
+    config = make_config(model_type, 0, num_hidden_layers=2)
     trio, batch = make_trio(config, "Model", dtype), make_batch(config, "right")
     embeds = random_like((6, 11, config.embedding_width), 3)
     types = {name: t for name, t in batch.inputs.items() if name != "input_ids"}
@@ -181,7 +181,7 @@ def test_inputs_embeds_and_position_ids(model_type, dtype):
 @families_axis
 def test_own_embeddings_are_the_ids(model_type):
     """Word embeddings passed as inputs_embeds: the same bits as the ids, where the positions are the same."""
-    config = make_config(model_type, 0)
+    config = make_config(model_type, 0, num_hidden_layers=2)
     model, batch = make_model(config), make_batch(config, "left")
     inputs = {name: t for name, t in batch.inputs.items() if name != "input_ids"}
     inputs["inputs_embeds"] = model.get_input_embeddings()(batch.inputs["input_ids"])
@@ -229,7 +229,7 @@ def test_no_sequence_sees_another(model_type, head, dtype):
 @families_axis
 def test_other_tokens_in_one_sequence(model_type):
     """Other ids, with the same lengths: the other sequences' bits stay, padded and packed."""
-    config = make_config(model_type, 0)
+    config = make_config(model_type, 0, num_hidden_layers=2)
     model, batch = make_model(config), make_batch(config, "right")
     before, before_packed = model(**batch.inputs)[0], model(**batch.packed())[0]
     batch.inputs["input_ids"][3] = torch.where(batch.real[3], 42 - batch.inputs["input_ids"][3], config.pad_token_id)
@@ -246,7 +246,7 @@ def test_other_tokens_in_one_sequence(model_type):
 @models_axis
 def test_sequences_without_tokens(model_type, head, mask):
     """Masked rows, all of them too, and one-token sequences: finite outputs, zeros at padding, no NaN gradient."""
-    config = config_for(model_type, head, 0)
+    config = config_for(model_type, head, 0, num_hidden_layers=2)
     model, batch = make_model(config, head), make_batch(config, "none")
     if mask == "one token each":
         batch.real = torch.nn.functional.one_hot(torch.arange(6), 11).bool()
@@ -283,7 +283,7 @@ def test_slack_may_be_longer_than_any_sequence(model_type, backend):
     error = {"cpu": extension_error, "triton": triton_error}.get(backend, lambda: None)()
     if error is not None:
         pytest.skip(error)
-    config = make_config(model_type)
+    config = make_config(model_type, num_hidden_layers=2)
     model = CLASSES[model_type, "Model"](config).eval()
     offsets = torch.tensor([0, 4, 7], dtype=torch.int32)
     ids = torch.randint(5, 30, (7 + config.max_position_embeddings + 5,))

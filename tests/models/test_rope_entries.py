@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 from config_files import IDS, check, file_of, theirs_of
-from full import halved, left_to_full
+from full import left_to_full, thinned
 from hf import make_oracle
 from test_family_configs import LLAMA3, ROPES, YARN
 
@@ -88,7 +88,7 @@ ROPE_OF_ALL = (
 )
 
 
-@halved
+@thinned(4)
 @pytest.mark.parametrize("number", range(len(ROPE_OF_ALL)))
 @pytest.mark.parametrize(("model_type", "place"), [each for each in PLACES if each[0] in ("eurobert", "modernbert")])
 def test_entries_that_are_left_out(model_type, place, number):

@@ -58,7 +58,8 @@ CASES = {
 def make(case: str) -> tuple[torch.nn.Module, PackedInputs]:
     family, index, head, labels, changes = CASES[case]
     manual_seed(0)
-    model = randomise(CLASSES[family, head](config_for(family, head, index, **changes))).train()
+    config = config_for(family, head, index, **{"num_hidden_layers": 1, **changes})
+    model = randomise(CLASSES[family, head](config)).train()
     if case == "replaced":
         labels = {"labels": [list(map(int, row)) for row in labels["labels"]]}
     return model, fastbert.pack_inputs([IDS[:2], IDS[2:]] if head == CHOICE else IDS, **labels)

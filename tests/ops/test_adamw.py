@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from full import halved
 from isas import WITHOUT_PRODUCTS, backend_with_isa
 from seeds import torch_generator
 
@@ -134,6 +135,7 @@ def in_rows(gradient: torch.Tensor, how: str) -> torch.Tensor:
     return whole if how == "rows" else (whole * 0.5 + whole * 0.5)
 
 
+@halved
 @pytest.mark.parametrize("how", ("rows", "halves", "elements"))
 @pytest.mark.parametrize("max_norm", (0.0, 1.0))
 def test_a_sparse_gradient_is_what_it_would_be_whole(backend, max_norm, how, monkeypatch):

@@ -15,12 +15,13 @@ from attention_cases import (
     each_backend,
     each_dtype,
     each_isa,
+    is_met_in_the_other_dtype,
     kept,
     make,
     needs_extension,
     rotary_of,
 )
-from full import triton_left_to_simulated
+from full import left_to_full, triton_left_to_simulated
 from isas import OF_FLOATS, backend_with_isa
 from seeds import manual_seed
 from shares import assert_share
@@ -43,6 +44,7 @@ each_share = pytest.mark.parametrize(
 )
 
 
+@left_to_full(lambda p: is_met_in_the_other_dtype(p, 0))
 @triton_left_to_simulated
 @each_share
 def test_dropout_keeps_its_share_and_backward_the_mask(backend, dtype):
@@ -58,6 +60,7 @@ def test_dropout_keeps_its_share_and_backward_the_mask(backend, dtype):
         assert not torch.equal(is_kept, kept(backend, case, num_heads, p, 4, dtype))
 
 
+@left_to_full(lambda p: is_met_in_the_other_dtype(p, 0))
 @triton_left_to_simulated
 @each_share
 def test_dropout_against_oracle(backend, dtype):

@@ -161,10 +161,10 @@ def test_threads_and_runs_do_not_change_bits(backend, dtype):
     ends_without_tokens = Lengths("", (20, 40, 0, 0), slack=2)  # which may not be left with a group of their own
     cases = (Lengths("", (520, 3, 190)), Lengths("", (40, 61) * 9), ends_without_tokens, LONG)
     for case, places in zip(cases, (None, None, None, holes(LONG)), strict=True):
-        tensors = make(case, 2, 32, dtype)
-        relative = make_terms(case, "all", "buckets", 2, 32, dtype, places)
+        tensors = make(case, 2, 8, dtype)
+        relative = make_terms(case, "all", "buckets", 2, 8, dtype, places)
         results = []
-        for threads in (1, 2, 4, 8, 1):
+        for threads in (1, 3, 8, 1):
             torch.set_num_threads(threads)
             results.append(run(backend, case, tensors, relative, tensors[0], dropout_p=0.1))
         torch.set_num_threads(before)

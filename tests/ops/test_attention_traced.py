@@ -78,8 +78,8 @@ def test_relative_terms_compile_into_one_graph():
 
 
 @needs_extension
-@left_to_full(lambda p: p["terms"] == "bias")  # a tensor where "key" has another
-@pytest.mark.parametrize(("terms", "dropout_p"), (("all", 0.0), ("key", 0.1), ("bias", 0.1)))
+@left_to_full(lambda p: p["terms"] != "all")  # which has every operand
+@pytest.mark.parametrize(("terms", "dropout_p"), (("all", 0.1), ("key", 0.0), ("bias", 0.1)))
 def test_opcheck_of_relative_terms(terms, dropout_p):
     tensors, relative = make(SLACK, 2, 16), make_terms(SLACK, terms, "buckets", 2, 16, torch.float32, holes(SLACK))
     philox = torch.tensor([2**61 + 5, 2**40 + 1]) if dropout_p else None

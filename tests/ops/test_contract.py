@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -125,6 +125,7 @@ def _has_empty(given: Any) -> bool:
     return any(isinstance(t, torch.Tensor) and not t.numel() for t in tree_leaves(given))
 
 
+@triton_left_to_simulated
 @left_to_full(has_tests_of_its_own)
 @left_to_full(is_met_in_the_other_dtype)
 @any_backend
@@ -134,6 +135,21 @@ def test_against_the_formula(op, backend, dtype):
     with drawn(op, backend, dtype) as cases:
         for one in cases:
             one.case.compare(one.seed)
+
+
+@left_to_full(has_tests_of_its_own)
+@left_to_full(is_met_in_the_other_dtype)
+@pytest.mark.parametrize(("op", "backend"), [case for case in WITH_KERNELS if case[1] == "triton"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_case_against_the_formula(op, backend, dtype):
+    """Of each kernel that is interpreted, the first that it serves."""
+    with backend_with_isa(backend):
+        for number in range(8 * DRAWS):
+            one = Drawn(op, backend, dtype, number)
+            with suppress(BackendError):
+                one.case.compare(one.seed)
+                return
+    pytest.fail(f"{backend} serves no case of {op}")
 
 
 @halved
@@ -148,7 +164,7 @@ def test_the_same_bits_in_every_run_and_for_any_number_of_threads(op, backend, d
     with drawn(op, backend, dtype) as cases:
         for one in cases:
             expected = one.results()
-            for count in (threads, 1, 2, 3) if backend.startswith("cpu") else (threads,):
+            for count in {threads, 1, 2, 3} if backend.startswith("cpu") else (threads,):
                 torch.set_num_threads(count)
                 found = one.results()
                 torch.set_num_threads(threads)

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from full import halved
+from full import thinned
 from isas import WITHOUT_PRODUCTS, backend_with_isa
 from seeds import torch_generator
 
@@ -74,7 +74,7 @@ def trained(width: int, decay: float, backend: str, is_deferred: bool, changes: 
     return [weight[0], mean[0], square[0]]
 
 
-@halved
+@thinned(4)
 @pytest.mark.parametrize("width", (1, 64, 70, 200))
 @pytest.mark.parametrize("decay", (0.0, 0.1))
 @pytest.mark.parametrize("changes", (False, True), ids=("constant", "changed"))

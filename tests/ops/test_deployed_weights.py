@@ -48,6 +48,7 @@ def calls_until_new(layer: nn.Module, old: torch.Tensor, call=deployed) -> int:
     return next((i + 1 for i in range(CALLS) if not torch.equal(call(layer), old)), CALLS + 1)
 
 
+@thinned(3)
 @each_dtype
 @pytest.mark.parametrize("write", RECORDED)
 def test_inference_mode_sees_a_recorded_write_at_once(write, dtype):

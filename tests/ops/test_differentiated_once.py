@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from full import halved
+from full import thinned
 from seeds import manual_seed
 from torch.autograd import forward_ad, functional
 
@@ -112,7 +112,7 @@ def operands():
     return torch.randn(7, W), torch.randn(7, W)
 
 
-@halved
+@thinned(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("backend, op", [("cpu", name) for name in OF_CPU] + [("triton", name) for name in OF_TRITON])
 def test_kernels_say_so(backend, op, way, monkeypatch):

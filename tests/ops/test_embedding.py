@@ -63,6 +63,7 @@ def check_embedding(backend, dtype, ids, tensors, **options):
     check(ours, call(reference.embed_layer_norm, ids, "cpu", **options), tensors, dtype, device=device)
 
 
+@halved
 @triton_left_to_simulated
 @left_to_full(lambda p: p["backend"] == "triton" and p["dtype"] is not torch.float32 and p["tokens"] != 19)
 @pytest.mark.parametrize("names", ((), ("token_type",), ("weight",), ("token_type", "weight", "bias")), ids=str)

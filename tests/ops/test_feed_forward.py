@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from full import halved, thinned
+from full import halved, left_to_full, thinned
 from isas import CPU_BACKENDS, backend_with_isa
 from remembered import remembered
 from seeds import manual_seed
@@ -81,20 +81,20 @@ def literal_of(form, activation="gelu", **options):
     return partial(reference.feed_forward, name=activation, gated=form != "plain", **options)
 
 
-@thinned(4)
+@thinned(6)
 @each_dtype
 @each_form
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_against_the_oracle(isa, form, activation, dtype):
-    for (hidden, inner), bias in product(SIZES, (True, False)):
-        named = make(form, 17, hidden, inner, dtype, bias, activation == "relu")
+    for i, (hidden, inner) in enumerate(SIZES):
+        named = make(form, 17, hidden, inner, dtype, i % 2 == 0, activation == "relu")  # every second one has biases
         dout = torch.randn(17, hidden).to(dtype)
         actual = check(ours(form, activation), literal_of(form, activation), named, dout)
         with torch.no_grad():
             assert torch.equal(ours(form, activation)(**named), actual["out"])
 
 
-@halved
+@thinned(3)
 @each_dtype
 @each_form
 @pytest.mark.parametrize("rows", (0, 1, 15, 16, 200, 1000))
@@ -174,6 +174,7 @@ def test_torch_drops_the_same_share_out_and_its_gradient_goes_through(form):
     assert not leaf.grad.any()
 
 
+@halved
 @each_dtype
 @each_gated
 @pytest.mark.parametrize("rows", (300, 1600))
@@ -188,7 +189,7 @@ def test_bits_do_not_depend_on_threads_or_runs(dtype, form, rows):
     before = torch.get_num_threads()
     try:
         expected = call(1)
-        for threads in (2, 3, 4, 4):
+        for threads in (2, 3, 3):
             actual = call(threads)
             assert all(torch.equal(actual[name], t) for name, t in expected.items()), threads
     finally:
@@ -215,6 +216,7 @@ def test_autocast_computes_in_bfloat16_from_float32_weights(form):
         assert_close_to_reference(found.bfloat16(), oracle[name], baseline[name].bfloat16(), factor, name)
 
 
+@left_to_full(lambda p: p["form"] != "apart")  # which has the most operands
 @each_form
 def test_compiled_as_one_graph_with_dropout(form):
     named, dout = make(form, 24, 16, 48), torch.randn(24, 16)

@@ -61,7 +61,7 @@ def run_by(way: str, model: nn.Module) -> torch.Tensor:
     return found
 
 
-@thinned(3)
+@thinned(5)
 @each_way
 @each_dtype
 @pytest.mark.parametrize("write", RECORDED)

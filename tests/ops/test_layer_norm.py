@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from full import halved, left_to_full, triton_left_to_simulated
+from full import halved, left_to_full, thinned, triton_left_to_simulated
 from isas import WITHOUT_PRODUCTS, device_of
 from norms import check, everything, keep_mask, make, run, serving, skip_unless_served
 from shares import assert_share
@@ -35,7 +35,7 @@ each_norm = pytest.mark.parametrize("rms", (False, True), ids=("layer", "rms"))
 
 
 @triton_left_to_simulated
-@halved
+@thinned(4)
 @left_to_full(lambda p: p["backend"] == "triton" and p["dtype"] is torch.bfloat16 and p["rows"] not in (2, 17))
 @pytest.mark.parametrize("rows,hidden_size", ROWS, ids=lambda n: str(n))
 @each_norm
@@ -140,6 +140,7 @@ def test_cpu_and_triton_drop_the_same_elements():
     assert torch.equal(*masks)
 
 
+@halved
 @each_norm
 @each_dtype
 @each_isa

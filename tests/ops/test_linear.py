@@ -55,7 +55,7 @@ def check(ours, literal, operands, douts) -> None:
         assert_close_to_reference(actual[1][i], oracle[1][i], baseline[1][i], GRADIENT_FACTOR, f"gradient {i}")
 
 
-@thinned(4)
+@thinned(6)
 @each_dtype
 @each_shape
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from full import halved
 from test_deployed_weights import CALLS, calls_until_new, deployed, kept
 from test_packed_weights import HIDDEN, call, expect_new, layer_of, set_element
 from torch import nn
@@ -24,6 +25,7 @@ def step(layer: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
+@halved
 @each_mode
 @pytest.mark.parametrize("how", ({}, {"foreach": True}, {"fused": True}), ids=str)
 @pytest.mark.parametrize("optimizer", (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad))

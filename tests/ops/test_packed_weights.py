@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from full import thinned
 from torch import nn
 from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters
 
@@ -128,6 +129,7 @@ RECORDED = {
 }
 
 
+@thinned(3)
 @each_dtype
 @pytest.mark.parametrize("write", RECORDED)
 def test_a_recorded_write_is_seen_at_once(write, dtype):

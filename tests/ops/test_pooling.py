@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from full import halved, left_to_full, triton_left_to_simulated
+from full import halved, left_to_full, thinned, triton_left_to_simulated
 from isas import WITHOUT_PRODUCTS, backend_with_isa, device_of
 from test_ops import check
 
@@ -48,7 +48,7 @@ def check_pooling(case, dtype, mode, backend, x):
     )
 
 
-@halved
+@thinned(3)
 @triton_left_to_simulated
 @left_to_full(
     lambda p: p["backend"] == "triton" and p["dtype"] is not torch.float32 and p["case"].id not in ("ragged", "slack")

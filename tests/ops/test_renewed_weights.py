@@ -6,7 +6,7 @@ import mmap
 
 import pytest
 import torch
-from full import halved
+from full import thinned
 from isas import OF_FLOATS, backend_with_isa
 from seeds import torch_generator
 
@@ -73,7 +73,7 @@ def assert_new(actual, weight: torch.Tensor, autocast: bool, old) -> None:
         assert not torch.equal(one, before)
 
 
-@halved
+@thinned(4)
 @pytest.mark.parametrize("autocast", (False, True), ids=("float32", "bfloat16"))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_products_after_a_step_are_those_of_the_new_weight(isa, shape, autocast):
@@ -86,7 +86,7 @@ def test_products_after_a_step_are_those_of_the_new_weight(isa, shape, autocast)
         old = new
 
 
-@halved
+@thinned(4)
 @pytest.mark.parametrize("autocast", (False, True), ids=("float32", "bfloat16"))
 @pytest.mark.parametrize("cuts", ((64, 128), (30, 64), (64, 101), (128, 129)), ids=str)
 def test_parts_of_a_weight_are_followed_too(isa, cuts, autocast):

@@ -19,7 +19,7 @@ from attention_cases import (
     rotary_of,
     tables,
 )
-from full import halved, left_to_full, triton_left_to_simulated
+from full import halved, left_to_full, thinned, triton_left_to_simulated
 
 from fastbert import ops
 from fastbert.ops import Rotary
@@ -44,7 +44,7 @@ def test_against_oracle(backend, dtype, case):
 
 # One pair, padded, not padded; in 16 bits one of them.
 @triton_left_to_simulated
-@halved
+@thinned(4)
 @left_to_full(
     lambda p: (
         p["backend"] == "triton" and p["head_dim"] not in ((80,) if is_interpreted_in_16_bits(p) else (2, 80, 128))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from family_configs import make_config
-from full import triton_left_to_simulated
+from full import halved, triton_left_to_simulated
 from hf import make_hf
 from isas import backend_with_isa, device_of
 from precise import in_float64
@@ -61,6 +61,7 @@ def two_models(kind: str):
     return ours, theirs
 
 
+@halved
 @pytest.mark.parametrize("option,value", (("sparse", True), ("scale_grad_by_freq", True), ("max_norm", 0.3)))
 @pytest.mark.parametrize("table", ("word", "position", "token_type"))
 @pytest.mark.parametrize("kind", ("own", "accelerated"))

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import warm
-from full import left_to_full
+from full import halved, left_to_full
 from torch import nn
 
 import fastbert
@@ -69,6 +69,7 @@ def test_bits_are_the_same_for_any_number_of_threads_and_on_one_core():
 # On both sides of what makes threads share a product's rows instead of its columns: 8 rows for each thread in int8, 32
 # in floats, and 192 that a thread takes at most.
 @left_to_full(lambda p: p["rows"] in ((63, 64, 65, 96) if p["kind"] == "int8" else (15, 16, 24)))  # the others' sides
+@left_to_full(lambda p: p["kind"] == ("float32" if p["rows"] in (64, 96, 640) else "bfloat16"))  # in one dtype of two
 @pytest.mark.parametrize("rows", (15, 16, 24, 63, 64, 65, 96, 385, 640))
 @pytest.mark.parametrize("kind", ("float32", "bfloat16", "int8"))
 def test_who_takes_which_rows_changes_no_bit(kind, rows):
@@ -116,6 +117,7 @@ def threads(request):
     torch.set_num_threads(before)
 
 
+@halved
 @pytest.mark.parametrize("kind", ("float32", "bfloat16", "int8"))
 def test_two_threads_run_one_model_at_once(kind, threads):
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
