@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+import warm
 from command_line import ENVIRONMENT, command
 from full import left_to_full
 
@@ -118,8 +119,8 @@ AT_EXIT = "import atexit\natexit.register(signal.raise_signal, signal.SIGINT)"
 @pytest.mark.parametrize(("when", "said"), ((TWICE, "fastbert: interrupted\n"), (AT_EXIT, "")))
 def test_a_late_ctrl_c_ends_the_process_in_silence(model, when, said):
     """Python's own way out is to print what it was doing: torch's finalizers, mostly (found by the fuzzer of cli)."""
-    entry = "import signal, sys\nfrom fastbert.cli import main"
-    done = run_from_the_first_import(f"{entry}\n{when}\nsys.exit(main())", "info", model)
+    program = f"import signal, sys\nfrom fastbert.cli import main\n{when}\nsys.exit(main())"
+    done = warm.run([sys.executable, "-c", program, "info", model], env=ENVIRONMENT)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, said)
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from full import left_to_full
+from full import halved, left_to_full
 from test_tokenized import tokenizer_of_words
 from test_windows import texts_of, trained
 from tokenizers import AddedToken, Tokenizer, processors
@@ -29,6 +29,7 @@ def with_special(kind: str) -> Tokenizer:
     return made
 
 
+@halved
 @left_to_full(lambda p: p["kind"] not in ("wordpiece", "bytes"))
 @pytest.mark.parametrize("side", ("right", "left"))
 @pytest.mark.parametrize("kind", ("wordpiece", "bytes", "unigram", "no pre-tokenizer"))

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from full import halved, thinned
+from full import halved, left_to_full, thinned
 from host_syncs import HostSyncs
 from late_device import BlocksComeBackEarly, CopiesDoNotWait, SimulatedLane, StepsDoNotWait
 from new_processes import since_now
@@ -148,6 +148,7 @@ def test_every_order_that_a_device_may_have(order, parts, tmp_path):
     assert run(Data(tmp_path, parts), lane) == 0 and lane.wrong == []
 
 
+@left_to_full(lambda p: p["order"] == "late")  # both are late: what comes first then is another test's
 @pytest.mark.parametrize("order", ("late", "copies first"))
 def test_a_late_device_and_workers(order, tmp_path):
     """The blocks are all that lets the host wait."""
