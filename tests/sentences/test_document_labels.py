@@ -79,7 +79,7 @@ def literal(parts, kind: str, one, windows: dict[str, int]) -> dict[tuple[str, s
     return found
 
 
-@pytest.mark.parametrize("count", (20, pytest.param(200, marks=pytest.mark.full)))
+@pytest.mark.parametrize("count", (12, pytest.param(200, marks=pytest.mark.full)))
 @left_to_full(lambda p: p["kind"] != "several")  # relevance: in test_scores_of_documents
 @pytest.mark.parametrize("kind", KINDS)
 def test_labels_of_documents_are_those_of_a_loop(folders, kind, count):
@@ -99,7 +99,7 @@ def test_labels_of_documents_are_those_of_a_loop(folders, kind, count):
     )
 
 
-@pytest.mark.parametrize("count", (20, pytest.param(200, marks=pytest.mark.full)))
+@pytest.mark.parametrize("count", (12, pytest.param(200, marks=pytest.mark.full)))
 def test_scores_of_documents_are_those_of_a_loop(folders, count):
     pairs, theirs = pairs_of(count), of_transformers(folders["relevance"])
     expected = [literal(theirs, "relevance", pair, WINDOWS) for pair in pairs]
