@@ -248,6 +248,7 @@ def test_spans_need_the_heads_forward():
         fastbert.accelerate(model, spans_over_real_tokens=True)
 
 
+@left_to_full(lambda p: p["head"] == "Model")  # which is in the other
 @pytest.mark.parametrize("head", ("Model", HEAD))
 def test_recorded_calls_of_own_classes(head):
     model = make("own", head)

@@ -134,7 +134,7 @@ def test_a_text_that_fits_has_the_same_bits(folders, kind):
 def test_alone_and_in_a_batch(folders):
     """In float64, whose last bits depend on the rows of a product: as far as they do."""
     classifier = fastbert.TextClassifier(folders["single"], device="cpu", dtype="float64")
-    inputs, windows = [*texts_of(20), *pairs_of(20)], Windows(**WINDOWS)
+    inputs, windows = [*texts_of(8), *pairs_of(8)], Windows(**WINDOWS)
     found = classifier.predict(inputs, windows=windows)
     alone = np.concatenate([classifier.predict([one], windows=windows) for one in inputs])
     for other in (alone, classifier.predict(inputs, windows=windows, batch_tokens=70)):

@@ -95,7 +95,7 @@ def padded(packed: Any) -> dict[str, torch.Tensor]:
 
 
 @left_to_full(lambda p: p["model_type"] != "bert")  # whose path is BERT's, with layers that other tests compare
-@pytest.mark.parametrize("steps", [8, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("steps", [16, pytest.param(200, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("model_type", "head"), MODELS, ids=[model_type for model_type, _ in MODELS])
 def test_losses_are_those_of_transformers(model_type, head, steps, tmp_path):
     """In float32, and under autocast, as near to float64's curve as transformers' own."""
