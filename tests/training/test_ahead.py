@@ -126,7 +126,7 @@ def hangs_are_seen():
 KINDS = ({}, {"parts": 2}, {"start_step": 5}, {"by_length": True}, {"parts": 2, "start_step": 3, "by_length": True})
 
 
-@thinned(3)
+@thinned(5)
 @pytest.mark.parametrize("workers", (0, 1, 2))
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind) or "plain")
 def test_batches_come_as_they_are(kind, workers, tmp_path):

@@ -62,7 +62,6 @@ def by_hand(steps: int, folder: Path, dtype: torch.dtype = torch.float32, phase:
     raise AssertionError
 
 
-@pytest.mark.full  # test_pretraining_curves.py has them, of pairs
 def test_losses_are_those_of_transformers(tmp_path):
     loop = make_loop(tmp_path)
     loop.run()
