@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 from family_configs import config_for
-from full import left_to_full
+from full import halved, left_to_full
 from hf import make_hf
 from seeds import manual_seed
 from test_accelerate import IDS, MASK, assert_as_transformers, no_fallback, one_thread, small  # noqa: F401
@@ -47,6 +47,7 @@ NAMES = (
 )  # fmt: skip
 
 
+@halved
 @left_to_full(lambda p: p["names"] not in (["pooler"], ["bert.embeddings"], ["layer.1"], ["bert"]))
 @pytest.mark.parametrize("before", (True, False), ids=("before", "after"))
 @pytest.mark.parametrize("names", NAMES, ids=str)

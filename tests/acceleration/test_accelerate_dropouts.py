@@ -6,9 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 from family_configs import make_config
-from full import left_to_full
-from hf import families_axis, is_alike, make_hf
-from kinds import of_every_kind, of_few_kinds
+from hf import families_axis, make_hf
+from kinds import of_few_kinds
 from seeds import torch_generator
 from test_accelerate import assert_as_transformers, no_fallback, one_thread  # noqa: F401
 from torch import nn
@@ -51,8 +50,7 @@ def set_dropout(model: nn.Module, path: str, p: float) -> None:
     setattr(owner, name, p)
 
 
-@of_every_kind()
-@left_to_full(is_alike)
+@of_few_kinds()
 @families_axis
 def test_every_dropout_is_that_of_now(model_type, no_fallback):
     """Set to 0 after `accelerate`, before it, or one of them to another value: as transformers goes by them."""

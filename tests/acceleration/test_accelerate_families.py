@@ -19,7 +19,7 @@ from hf import FAMILIES, families_axis, is_alike, make_hf, make_oracle
 from kinds import of_every_kind, of_few_kinds
 from seeds import torch_generator
 from test_accelerate import assert_as_transformers, dtype_axis, no_fallback, one_thread, run  # noqa: F401
-from test_accelerate_integrations import fine_tune
+from test_accelerate_integrations import STEPS, fine_tune
 from tiny import write_json, write_model, write_modules
 from torch import nn
 
@@ -218,7 +218,7 @@ def test_trainer(tmp_path, packed_layers, no_fallback):
     model = make_hf(config_for("modernbert", "SequenceClassification", num_labels=2), "SequenceClassification")
     plain, exact = copy.deepcopy(model), make_oracle(model)
     actual = fine_tune(fastbert.accelerate(model), tmp_path)
-    assert len(packed_layers) == 4 * 30
+    assert len(packed_layers) == 4 * STEPS
     losses = (torch.tensor(actual), torch.tensor(fine_tune(exact, tmp_path)).double())
     assert_close_to_reference(*losses, torch.tensor(fine_tune(plain, tmp_path)), GRADIENT_FACTOR)
 

@@ -183,7 +183,7 @@ def test_compile_follows_what_changes(no_fallback):
 
 
 def test_trace_and_export_hold_transformers_own_code():
-    model = fastbert.accelerate(small())
+    model = fastbert.accelerate(make_hf(config_for("bert", "Model", 3, num_hidden_layers=1), "Model").eval())
     expected = fastbert.restore(copy.deepcopy(model))(IDS)[0]
     with pytest.warns(UserWarning, match="torch.jit.trace and torch.export"):
         traced = torch.jit.trace(model, (IDS,), strict=False)
@@ -256,16 +256,19 @@ def test_adapters_for_each_row_run_as_before(packed_layers):
     assert not packed_layers
 
 
+STEPS = 12
+
+
 def fine_tune(model, folder: Path, **options) -> list[float]:
     pytest.importorskip("accelerate")
     generator, rows = torch_generator(0), []
-    for label in torch.randint(2, (48,), generator=generator).tolist():
+    for label in torch.randint(2, (32,), generator=generator).tolist():
         mask = torch.arange(12) < torch.randint(3, 12, (1,), generator=generator)
         ids = (torch.randint(5, 20, (12,), generator=generator) + 20 * label).where(mask, 0)
         rows.append({"input_ids": ids, "attention_mask": mask.long(), "labels": label})
     # At 1e-3 the steps enlarge each rounding by more than the error rule allows between two right answers.
     arguments = transformers.TrainingArguments(
-        output_dir=str(folder), max_steps=30, per_device_train_batch_size=8, learning_rate=3e-4, logging_steps=1,
+        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=8, learning_rate=3e-4, logging_steps=1,
         seed=shifted(1), report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, **options,
     )  # fmt: skip
     trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
@@ -279,7 +282,7 @@ def test_trainer(options, tmp_path, packed_layers, no_fallback):
     model = make_hf(config_for("bert", "SequenceClassification", 0, num_labels=2), "SequenceClassification")
     plain, exact = copy.deepcopy(model), copy.deepcopy(model).double()
     actual = fine_tune(fastbert.accelerate(model), tmp_path, **options)
-    assert len(packed_layers) == (2 if options.get("gradient_checkpointing") else 1) * 4 * 30
+    assert len(packed_layers) == (2 if options.get("gradient_checkpointing") else 1) * 4 * STEPS
     assert_close_to_theirs(actual, fine_tune(plain, tmp_path, **options), fine_tune(exact, tmp_path))
     assert sum(actual[-3:]) < sum(actual[:3])
 

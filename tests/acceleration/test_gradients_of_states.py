@@ -8,7 +8,7 @@ import pytest
 import torch
 from batches import Batch, make_batch
 from family_configs import config_for
-from full import left_to_full
+from full import halved, left_to_full
 from hf import make_hf, make_oracle, make_ours, random_like
 from test_accelerate import one_thread  # noqa: F401
 from test_accelerate_flattened import flattened
@@ -36,6 +36,7 @@ def gradients(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     return found | {f"attentions.{i}": t.where(pairs, 0) for i, t in enumerate(maps)}
 
 
+@halved
 @left_to_full(lambda p: p["model_type"] == "modernbert" and p["mask"] == "none")
 @pytest.mark.parametrize("mask", ["none", "holes"])
 @pytest.mark.parametrize("model_type", ["bert", "modernbert", "deberta-v2"])  # a final norm; a convolution

@@ -57,10 +57,15 @@ def test_what_a_shape_is(source, packaged):
     assert MODELS["bge-small"] == {**MODELS["minilm"], "num_hidden_layers": 12}
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-def test_texts_have_so_many_tokens(length, source):
+@pytest.fixture(scope="module")
+def words_of_source(source):
     tokenizer = folder.load_tokenizer(source.folder)
-    words = folder.one_token_words(tokenizer)
+    return tokenizer, folder.one_token_words(tokenizer)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_texts_have_so_many_tokens(length, words_of_source):
+    tokenizer, words = words_of_source
     texts = folder.make_texts(tokenizer, length, 5, words)
     assert len(set(texts)) == 5 and all(len(text.split()) == length - 2 for text in texts)
     assert [len(tokenizer.encode(text).ids) for text in texts] == [length] * 5

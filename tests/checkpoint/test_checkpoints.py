@@ -12,9 +12,9 @@ import torch
 import transformers
 from batches import make_batch
 from family_configs import config_for, make_config
-from full import halved, left_to_full
+from full import left_to_full, thinned
 from hf import families_axis, hf_class, is_left_out, make_hf, models_axis
-from kinds import of_every_kind
+from kinds import of_every_kind, of_few_kinds
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -80,11 +80,11 @@ def file_keys(folder) -> set[str]:
 
 
 def is_taken_by_others(p) -> bool:
-    """Untied tables are the base models' and those of heads that could be tied, every third time, as tied ones are: so
-    each family comes. Other heads come every sixteenth time.
+    """Of the base model and the heads that could be tied, tied and untied, every fourth comes: so each family has one.
+    Other heads come every sixteenth time.
     """
     if (p["model_type"], p["head"]) in TIED or p["head"] == "Model":
-        return is_left_out(p, p["index"] // 2, of=3)
+        return is_left_out(p, p["index"], of=4)
     return p["index"] == 2 or is_left_out(p, of=16)
 
 
@@ -123,7 +123,7 @@ def test_without_pooler(model_type, tmp_path):
     assert out.pooler_output is None and torch.equal(out.last_hidden_state, whole.last_hidden_state)
 
 
-@left_to_full(lambda p: is_left_out(p, of=8))  # what is fresh is drawn by the same function in all heads
+@left_to_full(lambda p: is_left_out(p, of=16))  # what is fresh is drawn by the same function in all heads
 @models_axis
 def test_fresh_weights_are_saved_for_transformers(model_type, head, tmp_path):
     """A model that fastbert initialised: every parameter is set, and transformers reads it whole."""
@@ -144,7 +144,7 @@ def test_sharded_safetensors(family, tmp_path):
 
 
 @of_every_kind()
-@halved
+@thinned(4)
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 @tied_axis
 def test_pickled_state_dict(model_type, head, zipped, tmp_path):
@@ -184,7 +184,7 @@ def test_old_names(tmp_path):
         assert_same_state(AutoModelForMaskedLM.from_pretrained(folder), theirs)
 
 
-@of_every_kind()
+@of_few_kinds()
 @families_axis
 def test_base_checkpoint_into_a_head_and_back(model_type, tmp_path):
     """The base model's prefix is added and taken away; what is missing or not used is named in a warning."""
@@ -216,7 +216,7 @@ def test_base_checkpoint_into_a_head_and_back(model_type, tmp_path):
 
 
 @of_every_kind()
-@left_to_full(is_left_out)
+@left_to_full(lambda p: is_left_out(p, of=4))
 @tied_axis
 def test_tied_weights_under_one_name(model_type, head, tmp_path):
     """Whichever name of a tied tensor a file holds, both get it, as one Parameter that stays one in any dtype."""
@@ -243,7 +243,7 @@ def test_tied_weights_under_one_name(model_type, head, tmp_path):
 
 
 @of_every_kind()
-@left_to_full(is_left_out)
+@left_to_full(lambda p: is_left_out(p, 2, of=4))
 @tied_axis
 def test_two_tensors_where_the_config_ties(model_type, head, tmp_path):
     """As transformers: a checkpoint whose decoder is not the word embedding keeps both, and a warning names it."""

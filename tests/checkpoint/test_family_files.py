@@ -46,6 +46,7 @@ def rewritten(folder, weights: dict[str, torch.Tensor]) -> None:
     save_file({key: t.clone() for key, t in weights.items()}, folder / "model.safetensors")
 
 
+@halved
 @laid_out_axis
 @pytest.mark.parametrize("index", range(4))
 def test_files_hold_the_same_tensors(model_type, index, tmp_path):

@@ -114,7 +114,7 @@ def test_every_epoch_cuts_at_other_places():
 @pytest.mark.parametrize("kind", ["nsp", "sop"])
 def test_pairs(kind, tokenizer):
     """Half have label 1: B is of another document (nsp), or stands before A (sop); else it follows A at once."""
-    corpus = make_corpus(1000)
+    corpus = make_corpus(400)
     pairs = CorpusPairs(corpus, tokenizer, 67, kind, seed=shifted(0), epoch=0)
     labels, at_ends = [], []
     for i in range(len(pairs)):

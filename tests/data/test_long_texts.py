@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from full import left_to_full
+from full import halved, left_to_full
 from test_tokenized import tokenizer_of_words
 from test_windows import texts_of, trained
 from tokenizers import AddedToken, Tokenizer, processors
@@ -31,13 +31,13 @@ def with_special(kind: str) -> Tokenizer:
     return made
 
 
+@halved
 @left_to_full(lambda p: p["kind"] not in ("wordpiece", "bytes"))
 @pytest.mark.parametrize("side", ("right", "left"))
 @pytest.mark.parametrize("kind", ("wordpiece", "bytes", "unigram", "no pre-tokenizer"))
 def test_what_is_cut_has_the_tokens_of_the_whole(kind, side, monkeypatch):
     tokenizer = with_special(kind)
-    short, long, longer = WORDS[:11], WORDS[:90], WORDS[:150]
-    texts = [" ".join(words) for words in (WORDS[:2], short, long, longer, WORDS[3:93])]
+    texts = [" ".join(words) for words in (WORDS[:2], WORDS[:11], WORDS[:150], WORDS[3:93])]
     inputs: list = [*texts, "a" * 800, *product(texts, texts), ("a" * 300, texts[3])]
     for length in (30, 31):  # of two long texts the one of more tokens gets the odd one
         tokenizer.enable_truncation(length, direction=side)
@@ -51,9 +51,10 @@ def test_what_is_cut_has_the_tokens_of_the_whole(kind, side, monkeypatch):
                     assert found["token_type_ids"].tolist() == one.type_ids, inputs[i]
             assert made.cut == [i for i, one in enumerate(expected) if one.overflowing]
         monkeypatch.undo()
-    assert sum(isinstance(one, CutPair) for one in encode(tokenizer, inputs)) == 25
+    assert sum(isinstance(one, CutPair) for one in encode(tokenizer, inputs)) == 16
 
 
+@left_to_full(lambda p: p["kind"] == "no pre-tokenizer")  # parts nothing: test_windows.py
 @pytest.mark.parametrize("kind", ("wordpiece", "bytes", "unigram", "no pre-tokenizer"))
 def test_texts_without_a_blank_between_words_are_parted_where_their_tokens_allow_it(kind, monkeypatch):
     """Signs, ideographs and lines; rows of the same sign, of which a token may have several."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from time import process_time
 
@@ -66,6 +67,11 @@ def test_each_token_is_in_the_core_in_which_it_is_farthest_from_a_cut(length, ov
 
 def trained(kind: str) -> Tokenizer:
     """A tokenizer of subwords, of the kind that BERT, RoBERTa, XLM-RoBERTa or DeBERTa-v3 has."""
+    return Tokenizer.from_str(_trained(kind))
+
+
+@functools.cache
+def _trained(kind: str) -> str:
     texts = texts_of(200)
     if kind == "wordpiece":
         made, trainer = (
@@ -85,7 +91,7 @@ def trained(kind: str) -> Tokenizer:
             made.pre_tokenizer = pre_tokenizers.Metaspace()
     made.train_from_iterator(texts, trainer)
     made.add_tokens(["the cat", "old house"])  # of two words
-    return made
+    return made.to_str()
 
 
 @pytest.mark.parametrize("kind", ("wordpiece", "bytes", "unigram", "no pre-tokenizer"))

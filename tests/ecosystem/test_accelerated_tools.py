@@ -60,7 +60,7 @@ PIPELINES = {
 }
 
 
-@left_to_full(lambda p: p["task"] in ("fill-mask", "zero-shot-classification", "text-classification"))
+@left_to_full(lambda p: p["task"] != "token-classification")  # in batches; test_own_inference.py has more of them
 @pytest.mark.parametrize("task", PIPELINES)
 def test_pipelines(task):
     head, inputs = PIPELINES[task]
@@ -84,6 +84,7 @@ def test_pipelines(task):
     assert status.packed and not status.others
 
 
+@pytest.mark.full  # test_accelerate_integrations.py has this one, too
 def test_sentence_transformer():
     library = pytest.importorskip("sentence_transformers")
     model = library.SentenceTransformer(FOLDER, device="cpu")
@@ -94,6 +95,7 @@ def test_sentence_transformer():
     assert_all_packed(model, 1)
 
 
+@pytest.mark.full  # the next one is another
 def test_cross_encoder():
     library = pytest.importorskip("sentence_transformers")
     manual_seed(0)

@@ -33,7 +33,8 @@ SAYS = {
 }
 
 
-@left_to_full(lambda p: p["name"] == "sentence_transformers_trainer")  # test_own_sentences.py has their trainer
+# test_own_training.py and test_own_sentences.py have these trainers.
+@left_to_full(lambda p: p["name"] in ("hf_trainer", "sentence_transformers_trainer"))
 @pytest.mark.parametrize("name", STEPS)
 def test_example(name, tmp_path, monkeypatch, capsys):
     for library in ("datasets", "transformers", "accelerate", "lightning", "sentence_transformers"):

@@ -25,7 +25,7 @@ from hf import families_axis, make_hf, make_oracle
 from kinds import of_every_kind
 
 CASES = {
-    fuzz_files.FUZZER: 10,
+    fuzz_files.FUZZER: 6,
     fuzz_configs.FUZZER: 3,
     fuzz_models.FUZZER: 3,
     fuzz_ops.FUZZER: 12,

@@ -6,9 +6,8 @@ import pytest
 import torch
 from batches import make_batch
 from family_configs import config_for, make_config
-from full import left_to_full
-from hf import families_axis, is_alike, make_trio
-from kinds import of_every_kind, of_few_kinds
+from hf import families_axis, make_trio
+from kinds import of_few_kinds
 from seeds import torch_generator
 
 import fastbert
@@ -21,8 +20,7 @@ def packed(batch) -> fastbert.PackedInputs:
     return fastbert.pack_inputs(**{name: value for name, value in batch.inputs.items() if name != "position_ids"})
 
 
-@of_every_kind()
-@left_to_full(is_alike)
+@of_few_kinds()
 @families_axis
 def test_probabilities_are_transformers(model_type):
     config = config_for(model_type, "Model", 0)

@@ -207,7 +207,10 @@ def test_examples_run(page, block, monkeypatch, tmp_path):
 def test_commands_run(monkeypatch, tmp_path, capfd):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
-    Path("examples").symlink_to(ROOT / "examples")
+    for name in ("sentences.txt", "data/sst2.jsonl"):  # of which a part is as good as the whole
+        lines = (ROOT / "examples" / name).read_text(encoding="utf-8").splitlines(keepends=True)
+        (Path("examples") / name).parent.mkdir(exist_ok=True)
+        (Path("examples") / name).write_text("".join(lines[:12]), encoding="utf-8")
     commands = [line for block in blocks("README.md", "bash") for line in block.splitlines() if line[:9] == "fastbert "]
     assert [command.split()[1] for command in commands] == ["doctor", "encode", "finetune", "predict"]
     for command in commands:

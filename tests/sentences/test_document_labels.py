@@ -79,7 +79,7 @@ def literal(parts, kind: str, one, windows: dict[str, int]) -> dict[tuple[str, s
     return found
 
 
-@pytest.mark.parametrize("count", (20, pytest.param(200, marks=pytest.mark.full)))
+@pytest.mark.parametrize("count", (12, pytest.param(200, marks=pytest.mark.full)))
 @left_to_full(lambda p: p["kind"] != "several")  # relevance: in test_scores_of_documents
 @pytest.mark.parametrize("kind", KINDS)
 def test_labels_of_documents_are_those_of_a_loop(folders, kind, count):
@@ -99,7 +99,7 @@ def test_labels_of_documents_are_those_of_a_loop(folders, kind, count):
     )
 
 
-@pytest.mark.parametrize("count", (20, pytest.param(200, marks=pytest.mark.full)))
+@pytest.mark.parametrize("count", (12, pytest.param(200, marks=pytest.mark.full)))
 def test_scores_of_documents_are_those_of_a_loop(folders, count):
     pairs, theirs = pairs_of(count), of_transformers(folders["relevance"])
     expected = [literal(theirs, "relevance", pair, WINDOWS) for pair in pairs]
@@ -134,7 +134,7 @@ def test_a_text_that_fits_has_the_same_bits(folders, kind):
 def test_alone_and_in_a_batch(folders):
     """In float64, whose last bits depend on the rows of a product: as far as they do."""
     classifier = fastbert.TextClassifier(folders["single"], device="cpu", dtype="float64")
-    inputs, windows = [*texts_of(20), *pairs_of(20)], Windows(**WINDOWS)
+    inputs, windows = [*texts_of(8), *pairs_of(8)], Windows(**WINDOWS)
     found = classifier.predict(inputs, windows=windows)
     alone = np.concatenate([classifier.predict([one], windows=windows) for one in inputs])
     for other in (alone, classifier.predict(inputs, windows=windows, batch_tokens=70)):

@@ -87,7 +87,7 @@ def tags_of(parts, words: list[str]) -> dict[str, list[tuple[int, float]]]:
     return {name: [(int(row.argmax()), float(row.max())) for row in rows] for name, rows in found.items()}
 
 
-@pytest.mark.parametrize("count", (20, pytest.param(200, marks=pytest.mark.full)))
+@pytest.mark.parametrize("count", (12, pytest.param(200, marks=pytest.mark.full)))
 def test_entities_of_documents_are_those_of_a_loop(folders, count):
     texts, theirs = documents(count), of_transformers(folders["tokens"], "AutoModelForTokenClassification")
     classifier = fastbert.TokenClassifier(folders["tokens"], device="cpu", dtype="float64")
@@ -110,7 +110,7 @@ def test_entities_of_documents_are_those_of_a_loop(folders, count):
 
 def test_entities_alone_in_a_batch_and_in_raw_texts(folders):
     """Equal, but for the last bits of float32, which a product's other rows change."""
-    classifier, texts = fastbert.TokenClassifier(folders["tokens"], device="cpu"), documents(30)
+    classifier, texts = fastbert.TokenClassifier(folders["tokens"], device="cpu"), documents(12)
     classifier.windows = Windows(**WINDOWS)
     found = classifier.predict(texts)
     raw = [" ".join(words) for words in texts]
@@ -152,7 +152,7 @@ def answers_of(parts, pair: tuple[str, str]) -> dict[tuple[str, bool], tuple[flo
     return found
 
 
-@pytest.mark.parametrize("count", (20, pytest.param(200, marks=pytest.mark.full)))
+@pytest.mark.parametrize("count", (12, pytest.param(200, marks=pytest.mark.full)))
 def test_answers_of_documents_are_those_of_a_loop(folders, count):
     pairs, theirs = questions(count), of_transformers(folders["qa"], "AutoModelForQuestionAnswering")
     expected = [answers_of(theirs, pair) for pair in pairs]
@@ -168,7 +168,7 @@ def test_answers_of_documents_are_those_of_a_loop(folders, count):
 
 
 def test_answers_alone_and_in_a_batch(folders):
-    answerer, pairs = fastbert.QuestionAnswerer(folders["qa"], device="cpu"), questions(30)
+    answerer, pairs = fastbert.QuestionAnswerer(folders["qa"], device="cpu"), questions(12)
     found = answerer.predict(pairs, windows=Windows(**WINDOWS))
     alone = [answerer.predict(pair, windows=Windows(**WINDOWS)) for pair in pairs]
     for one, same in zip(found, alone, strict=True):

@@ -62,7 +62,7 @@ def make_corpus(tokens: int = 2000) -> Corpus:
 
 
 def make_model(dropout: float = 0.0, **changes: Any) -> Any:
-    shape = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     manual_seed(0)
     return CLASSES["bert", "MaskedLM"](

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from full import halved, thinned
+from full import halved, left_to_full, thinned
 from host_syncs import HostSyncs
 from late_device import BlocksComeBackEarly, CopiesDoNotWait, SimulatedLane, StepsDoNotWait
 from new_processes import since_now
@@ -126,7 +126,7 @@ def hangs_are_seen():
 KINDS = ({}, {"parts": 2}, {"start_step": 5}, {"by_length": True}, {"parts": 2, "start_step": 3, "by_length": True})
 
 
-@thinned(3)
+@thinned(5)
 @pytest.mark.parametrize("workers", (0, 1, 2))
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind) or "plain")
 def test_batches_come_as_they_are(kind, workers, tmp_path):
@@ -148,6 +148,7 @@ def test_every_order_that_a_device_may_have(order, parts, tmp_path):
     assert run(Data(tmp_path, parts), lane) == 0 and lane.wrong == []
 
 
+@left_to_full(lambda p: p["order"] == "late")  # both are late: what comes first then is another test's
 @pytest.mark.parametrize("order", ("late", "copies first"))
 def test_a_late_device_and_workers(order, tmp_path):
     """The blocks are all that lets the host wait."""

@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from full import left_to_full
 
 from fastbert.training.report import draw_chart
 
@@ -22,6 +23,7 @@ RUNS = {
 }
 
 
+@left_to_full(lambda p: p["name"] in ("no evaluation", "several"))  # one panel, and two, with lines
 @pytest.mark.parametrize("name", RUNS)
 def test_every_point_is_seen_and_steps_are_whole(name, tmp_path, monkeypatch):
     from matplotlib.figure import Figure

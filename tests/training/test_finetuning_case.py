@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny
 from finetuning_runs import base, task_of, write_rows
+from full import halved
 
 from fastbert import QuestionAnswerer, TextClassifier, TokenClassifier
 
@@ -20,6 +21,7 @@ ROWS = {
 KINDS = {"classification": TextClassifier, "tokens": TokenClassifier, "qa": QuestionAnswerer}
 
 
+@halved
 @pytest.mark.parametrize("task", KINDS)
 @pytest.mark.parametrize("files", ("tokenizer.json", "vocab.txt"))
 def test_case_is_lowered_as_in_training(task, files, tmp_path):

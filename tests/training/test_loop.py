@@ -62,7 +62,6 @@ def by_hand(steps: int, folder: Path, dtype: torch.dtype = torch.float32, phase:
     raise AssertionError
 
 
-@pytest.mark.full  # test_pretraining_curves.py has them, of pairs
 def test_losses_are_those_of_transformers(tmp_path):
     loop = make_loop(tmp_path)
     loop.run()
@@ -74,8 +73,8 @@ def test_losses_are_those_of_transformers(tmp_path):
 @left_to_full(lambda p: p["options"] is whole)  # whose steps all have as many examples as parts
 @pytest.mark.parametrize("options,parts", [(whole, 1), (whole, 3), (short, 4)], ids=("whole", "parts", "short"))
 def test_parts_of_a_step_add_up(options, parts, tmp_path):
-    make_loop(tmp_path / "whole", options()).run()
-    make_loop(tmp_path / "parts", options(parts=parts)).run()
+    make_loop(tmp_path / "whole", options(save_every=0)).run()
+    make_loop(tmp_path / "parts", options(parts=parts, save_every=0)).run()
     exact = by_hand(12, tmp_path / "other", torch.float64, options().phases[0])
     assert_close_to_theirs(losses_of(tmp_path / "parts"), losses_of(tmp_path / "whole"), exact)
 
@@ -85,7 +84,7 @@ def test_parts_of_a_step_add_up(options, parts, tmp_path):
 def test_a_run_that_stopped_goes_on_with_the_same_bits(bf16, tmp_path):
     """Dropout included; what was logged after the checkpoint is logged again, once."""
     options = dataclasses.replace(OPTIONS, bf16=bf16)
-    make_loop(tmp_path / "whole", options, model=make_model(0.1)).run()
+    make_loop(tmp_path / "whole", dataclasses.replace(options, save_every=0), model=make_model(0.1)).run()
     make_loop(tmp_path / "parts", until(6, log_every=1, bf16=bf16), model=make_model(0.1)).run()
     (tmp_path / "parts/checkpoints/step-000000006").rename(tmp_path / "gone")
     second = make_loop(tmp_path / "parts", options, model=make_model(0.1))
@@ -97,7 +96,7 @@ def test_a_run_that_stopped_goes_on_with_the_same_bits(bf16, tmp_path):
 def test_a_run_goes_on_at_the_end_of_a_phase(tmp_path):
     """With the next phase, as a run that did not stop: shorter sequences first."""
     phases = (dataclasses.replace(PHASE, until=4, max_length=12), PHASE)
-    make_loop(tmp_path / "whole", dataclasses.replace(OPTIONS, phases=phases, log_every=1)).run()
+    make_loop(tmp_path / "whole", dataclasses.replace(OPTIONS, phases=phases, log_every=1, save_every=0)).run()
     make_loop(tmp_path / "parts", dataclasses.replace(OPTIONS, phases=phases, log_every=1, keep=3)).run()
     for step in (8, 12):
         shutil.rmtree(tmp_path / f"parts/checkpoints/step-{step:09d}")
@@ -111,10 +110,10 @@ def test_activation_checkpointing_keeps_less_and_has_the_same_bits(tmp_path):
     """What autograd keeps for backward, in bytes; dropout included."""
     kept = {}
     for name in ("plain", "checkpointed"):
-        model = make_model(0.1)
+        model = make_model(0.1, num_hidden_layers=2)
         if name == "checkpointed":
             model.activation_checkpointing_enable()
-        loop, sizes = make_loop(tmp_path / name, model=model), list[int]()
+        loop, sizes = make_loop(tmp_path / name, until(4, save_every=0), model=model), list[int]()
         with torch.autograd.graph.saved_tensors_hooks(lambda t, to=sizes: to.append(t.nbytes) or t, lambda t: t):
             loop.run()
         kept[name] = sum(sizes)
@@ -187,7 +186,7 @@ def test_two_ranks_have_the_losses_of_one(tmp_path, wrapping):
     """And a run goes on with another number of ranks, in an epoch whose last step has too few examples for two ranks of
     two parts each. The other process is forked: what it would import takes longest.
     """
-    make_loop(tmp_path / "one", short()).run()
+    make_loop(tmp_path / "one", short(save_every=0)).run()
     make_loop(tmp_path / wrapping, until(3, short())).run()
     importlib.import_module("torch._dynamo")  # by DDP, otherwise in both
     other = mp.start_processes(run_other_rank, (2, str(tmp_path), wrapping), nprocs=1, join=False, start_method="fork")

@@ -163,7 +163,7 @@ def test_replaced_tokens(text, tmp_path):
 
 def test_distillation_is_distilberts(text, tmp_path):
     """Its three losses by transformers' models and the formulas; the student begins as every other layer."""
-    teacher = make_model()
+    teacher = make_model(num_hidden_layers=2)
     assert teacher.config.num_hidden_layers == 2
     with torch.no_grad():
         for p in teacher.parameters():

@@ -25,7 +25,7 @@ from fastbert.training.schedules import Schedule
 def make_task(objective: str) -> Any:
     arguments: tuple[Any, ...] = (make_corpus(), make_tokenizer())
     options = {"unit": "token", "seed": 0}
-    teacher = make_model()
+    teacher = make_model(num_hidden_layers=2)
     if objective == "distil":
         return Distillation(Student(student_of(teacher)), *arguments, teacher=teacher, **options)
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}

@@ -28,7 +28,7 @@ from fastbert.training.report import write_reports
 from fastbert.training.run import execute
 
 TAGS = ("O", "B-X", "I-X", "B-Y")
-COUNT, CHUNK = 220, 200  # of rows; how many `predict` reads at a time here
+COUNT, CHUNK = 80, 60  # of rows; how many `predict` reads at a time here
 OF_TASKS = [f"training.finetuning.{task}" for task in ("classification", "embedding", "question_answering", "tokens")]
 
 
