@@ -29,7 +29,11 @@ def engine(tmp_path_factory):
         ({"content-type": "application/x-www-form-urlencoded"}, BODY, "it must be application/json"),
         ({"content-type": "multipart/form-data; boundary=x"}, BODY, "it must be application/json"),
         ({"content-type": "", "origin": "http://a.page"}, BODY, "content-type is ''; it must be application/json"),
-        ({"content-encoding": "gzip"}, gzip.compress(BODY, mtime=0), "content-encoding is 'gzip'; a body is taken as it is"),
+        (
+            {"content-encoding": "gzip"},
+            gzip.compress(BODY, mtime=0),
+            "content-encoding is 'gzip'; a body is taken as it is",
+        ),
         ({}, gzip.compress(BODY, mtime=0), "the body is not in UTF-8"),
         ({}, json.dumps(CONTENT).encode("utf-16"), "the body is not in UTF-8"),
         ({}, json.dumps(CONTENT).encode("utf-16-le"), "the body is not in UTF-8"),

@@ -59,7 +59,7 @@ DAMAGED = {
     "bad.jsonl": (JSONL.replace('"label": 1}', '"label": 1', 1), ", line 2: not JSON: Expecting ',' delimiter"),
     "other.jsonl": (JSONL.replace('{"text": "a dog ran in", "label": 1}', "[1, 2]"), ", line 2: [1, 2] is no object"),
     "plain.csv.gz": (CSV, ", after line 0: Not a gzipped file"),
-    "cut.csv.gz": (gzip.compress(CSV.encode())[:-12], ", after line "),
+    "cut.csv.gz": (gzip.compress(CSV.encode(), mtime=0)[:-12], ", after line "),
     "texts.txt": (CSV, " has texts alone, and no column of labels"),
 }
 
@@ -84,8 +84,8 @@ def test_a_damaged_file(tmp_path, name):
         ("old.csv", CSV.replace("\n", "\r")),
         ("index.csv", "".join(f"{i},{line}\n" for i, line in enumerate(CSV.splitlines())).replace("0,", ",", 1)),
         ("numbered.csv", CSV.replace("label\n", "label,a,a.1\n").replace("\n", ",1,2\n").replace("a.1,1,2", "a.1")),
-        ("packed.csv.gz", gzip.compress(CSV.encode())),
-        ("packed.jsonl.gz", gzip.compress(JSONL.encode())),
+        ("packed.csv.gz", gzip.compress(CSV.encode(), mtime=0)),
+        ("packed.jsonl.gz", gzip.compress(JSONL.encode(), mtime=0)),
     ),
 )
 def test_a_file_that_is_as_good(tmp_path, name, data):
