@@ -28,6 +28,7 @@ from fastbert.serve.answers import as_json, by_pipeline, encoded, finished, pred
 from fastbert.serve.batching import Batcher, ComputeError
 from fastbert.serve.engine import Engine, WindowSequence
 from fastbert.serve.limits import Limits
+from fastbert.serve.memory import give_back_now_and_then
 from fastbert.serve.metrics import Metrics
 from fastbert.serve.request_errors import RequestError, answer_errors
 from fastbert.serve.routes import openapi
@@ -37,7 +38,7 @@ from fastbert.serve.routes.openapi import Route
 from fastbert.serve.routes.table import routes_of
 from fastbert.serve.routes.token_ids import check_ids, cutting_at, sequences_of_ids, side_of
 from fastbert.serve.times import TIMES
-from fastbert.serve.tokenizing import Tokenizing, give_back_now_and_then
+from fastbert.serve.tokenizing import Tokenizing
 from fastbert.version import __version__
 
 Made = TypeVar("Made")

@@ -26,6 +26,7 @@ from fastbert.serve.http.access_log import AccessLog, RequestLog
 from fastbert.serve.http.protocol import SPARE, Bounded, Bounds, only_live
 from fastbert.serve.http.server import HttpServer
 from fastbert.serve.limits import Limits
+from fastbert.serve.memory import bound_arenas
 
 SPARE_FILES = 64  # of those that the process may open: libraries, threads, the listening socket, SPARE connections
 
@@ -141,6 +142,7 @@ def serve(
         say(f"all clients that reach {host} may use this server: it asks for no API key")
     if threads is not None:
         torch.set_num_threads(threads)
+    bound_arenas()
     engine = load_engine(name, dtype, device)
     keep_packed_only(engine.model)
     engine.name = served_name or name

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +11,10 @@ from typing import Any, TypeVar
 
 import anyio
 
+from fastbert.serve.memory import give_back
+
 INLINE = 2000  # characters, or ids; to tokenise more would hold up the other requests: a thread does it
 LARGE = 1 << 17  # more may take a hundred times their memory: one request after the other
-GIVE_BACK_S = 60.0
 MIDDLE_THREADS = 4  # for what is between; a text takes all cores by itself, so more would gain nothing
 
 Made = TypeVar("Made")
@@ -61,20 +60,8 @@ def _timed(make: Callable[[], Made]) -> tuple[Made, float]:
     return made, time.perf_counter() - start
 
 
-async def give_back_now_and_then() -> None:
-    """Forever. Answers, too, are made by several threads, and what they had has grown by 3 MB a minute."""
-    while _trim is not None:
-        await asyncio.sleep(GIVE_BACK_S)
-        await asyncio.to_thread(_trim, 0)  # 1 to 10 ms
-
-
 def _giving_back(make: Callable[[], Made]) -> tuple[Made, float]:
     try:
         return _timed(make)
     finally:
-        if _trim is not None:
-            _trim(0)
-
-
-# glibc keeps what was freed for the thread that had it, and of a tokenizer's many threads each has its own.
-_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+        give_back()

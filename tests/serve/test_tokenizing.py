@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import tiny
 
-from fastbert.serve import tokenizing
+from fastbert.serve import memory, run, tokenizing
 from fastbert.serve.app import make_app
 from fastbert.serve.engine import load_engine
 from fastbert.serve.limits import Limits
@@ -80,7 +80,7 @@ def test_who_has_gone_leaves_no_texts_behind(size, monkeypatch):
 def test_memory_goes_back_after_what_is_large(monkeypatch):
     """And after nothing else: computing would have to ask for its own again, which took a tenth of the throughput."""
     given_back = []
-    monkeypatch.setattr(tokenizing, "_trim", given_back.append)
+    monkeypatch.setattr(memory, "_trim", given_back.append)
 
     def refuse():
         raise ValueError
@@ -100,8 +100,8 @@ def test_memory_goes_back_after_what_is_large(monkeypatch):
 def test_memory_goes_back_now_and_then(tmp_path, monkeypatch):
     """As long as the application runs, and not behind it."""
     given_back = []
-    monkeypatch.setattr(tokenizing, "_trim", given_back.append)
-    monkeypatch.setattr(tokenizing, "GIVE_BACK_S", 0.01)
+    monkeypatch.setattr(memory, "_trim", given_back.append)
+    monkeypatch.setattr(memory, "GIVE_BACK_S", 0.01)
     engine = load_engine(str(tiny.write_model(tmp_path)), "float32", "cpu")
     app = make_app(engine, Limits(), batch_tokens=64, workers=1, threads=1)
 
@@ -114,3 +114,17 @@ def test_memory_goes_back_now_and_then(tmp_path, monkeypatch):
         assert len(given_back) == count
 
     asyncio.run(asyncio.wait_for(program(), 60))
+
+
+def test_the_allocator_is_told_before_a_model_is_loaded(monkeypatch):
+    """With the values of glibc's malloc.h."""
+    told = []
+
+    def load(*_):
+        raise LookupError(*told)
+
+    monkeypatch.setattr(memory, "_mallopt", lambda *given: told.append(given))
+    monkeypatch.setattr(run, "load_engine", load)
+    with pytest.raises(LookupError) as raised:
+        run.serve("a model", host="127.0.0.1", port=0, limits=Limits(), say=print)
+    assert raised.value.args == ((-8, 2), (-3, 1 << 20))
