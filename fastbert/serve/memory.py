@@ -25,7 +25,8 @@ def bound_arenas() -> None:
     What has a megabyte is mapped alone, and goes back when it is freed.
 
     In twelve minutes of everything (benchmarks/serving/soak.py) a server grew by 42 MB, none of it in use. With this,
-    and what is given back each minute, it grew by 20 in four minutes, and no more in the next five.
+    set by the environment, and with what is given back each minute, it grew by 20 in four minutes, and by 1 in the
+    next five.
     """
     if _mallopt is not None:
         _mallopt(_ARENA_MAX, ARENAS)

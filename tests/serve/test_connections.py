@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import asgi
 import numpy as np
 import pytest
 import tiny
@@ -156,10 +157,7 @@ def test_who_never_reads_is_left():
 
     async def app(scope, receive, send):
         if scope["type"] == "lifespan":
-            for step in ("startup", "shutdown"):
-                await receive()
-                await send({"type": f"lifespan.{step}.complete"})
-            return
+            return await asgi.lifespan(receive, send)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": bytes(50_000_000), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -99,6 +99,7 @@ def test_a_fault_of_our_own_has_the_form_of_other_errors(engine, monkeypatch):
 
     answer = asgi.run(app(engine), program)
     assert (answer.status, answer.json["error_type"]) == (500, "internal")
+    assert re.fullmatch(r"wait;.*, compute;dur=\d+\.\d", answer.headers["server-timing"])
     assert answer.headers["x-request-id"] in lines[0] and lines[0].endswith(f'internal "{answer.json["error"]}"')
 
 

@@ -9,6 +9,7 @@ import ssl
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import asgi
 import certificate
 import pytest
 import tiny
@@ -89,10 +90,7 @@ def test_the_stop_does_not_cut_off_an_answer(web, monkeypatch):
 
     async def app(scope, receive, send):
         if scope["type"] == "lifespan":
-            for step in ("startup", "shutdown"):
-                await receive()
-                await send({"type": f"lifespan.{step}.complete"})
-            return
+            return await asgi.lifespan(receive, send)
         length = (b"content-length", b"%d" % size)
         await send({"type": "http.response.start", "status": 200, "headers": [length]})
         await send({"type": "http.response.body", "body": bytes(size)})

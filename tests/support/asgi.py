@@ -85,3 +85,10 @@ def run(app: Any, program: Callable[[Client], Awaitable[Any]]) -> Any:
             await life
 
     return asyncio.run(main())
+
+
+async def lifespan(receive: Any, send: Any) -> None:
+    """What an application answers that has nothing to begin or to end."""
+    for step in ("startup", "shutdown"):
+        await receive()
+        await send({"type": f"lifespan.{step}.complete"})
