@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +20,29 @@ def is_finite(t: torch.Tensor) -> bool:
     return bool(t.sum().isfinite()) or bool(t.isfinite().all())  # finite values, too, may have a sum that is not
 
 
+_SCALES = ("weight_scale", "input_scale")  # of an int8 layer, which have a dtype of their own
+
+
+def main_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype | None:
+    """The floating-point dtype that most of the values have; None where there are none."""
+    values: dict[torch.dtype, int] = {}
+    for t in tensors:
+        if t.is_floating_point():
+            values[t.dtype] = values.get(t.dtype, 0) + t.numel()
+    return max(values, key=lambda dtype: values[dtype], default=None)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """What is made inside, and names no dtype, has this one. For constructors of users: other threads see it, too."""
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(before if dtype is None else dtype)
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def common_dtype(
     model: PreTrainedModel, weights: dict[str, torch.Tensor], in_float32: list[str]
 ) -> tuple[torch.dtype | None, list[str]]:
@@ -26,21 +51,17 @@ def common_dtype(
     A float32 LayerNorm may stand in a model of 16 bits, which runs so. An int8 layer's scales have their own dtype.
     """
     norms = {name for name, module in model.named_modules() if isinstance(module, (nn.LayerNorm, nn.RMSNorm))}
-    sizes = {
-        key: t.numel()
+    counted = {
+        key: weights[key]
         for key, t in model.state_dict().items()
-        if key in weights and key not in in_float32 and t.is_floating_point()
-        if not key.endswith(("weight_scale", "input_scale"))
+        if key in weights and key not in in_float32 and t.is_floating_point() and not key.endswith(_SCALES)
     }
-    values: dict[torch.dtype, int] = {}
-    for key, size in sizes.items():
-        values[weights[key].dtype] = values.get(weights[key].dtype, 0) + size
-    common = max(values, key=lambda dtype: values[dtype], default=None)
+    common = main_dtype(counted.values())
     may_stay = torch.float32 if common in (torch.bfloat16, torch.float16) else common
     odd = [
         key
-        for key in sizes
-        if weights[key].dtype not in (common, may_stay if key.rpartition(".")[0] in norms else common)
+        for key, t in counted.items()
+        if t.dtype not in (common, may_stay if key.rpartition(".")[0] in norms else common)
     ]
     return common, odd
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -135,10 +134,11 @@ def load_weights(
         model.load_state_dict({k: t for k, t in weights.items() if k in own}, strict=False, assign=True)
     except RuntimeError as error:  # an int8 layer's scale is out of bounds
         raise CheckpointError(f"{source}: {' '.join(str(error).split())}") from None
-    _initialise_rest(model, weights.keys(), {*fresh, *missing}, common)
-    if dtype is not None:
-        kept = {id(model.get_buffer(key)) for key in model.frequency_keys()}
-        model._apply(lambda t: t.to(dtype) if t.is_floating_point() and id(t) not in kept else t)
+    _initialise_rest(model, {*fresh, *missing}, common)
+    if dtype is not None:  # parameters have it; a buffer that a subclass has made has the one that it was made in
+        loaded = {key: b for key, b in model.named_buffers() if key in weights and key not in model.frequency_keys()}
+        to_cast = {id(b) for b in loaded.values() if b.is_floating_point()}
+        model._apply(lambda t: t.to(dtype) if id(t) in to_cast else t)
     if int8:
         model.requires_grad_(False)
     model.missing_keys, model.unexpected_keys, model.mismatched_keys = missing, unexpected, list(fresh.values())
@@ -226,17 +226,13 @@ def _own_memory(
             raise CheckpointError(f"{source}: tensor {key} holds values that are not finite in {goal}")
 
 
-def _initialise_rest(model: PreTrainedModel, weights: Set[str], absent: set[str], dtype: torch.dtype | None) -> None:
-    """Initialise what is `absent` from the checkpoint, in its dtype; and tie what is tied. weights: what was loaded."""
+def _initialise_rest(model: PreTrainedModel, absent: set[str], dtype: torch.dtype | None) -> None:
+    """Initialise what is `absent` from the checkpoint, in its dtype; and tie what is tied."""
     model.tie_weights()  # first, so that a copy is not made anew
     given = _give_memory(model, dtype)
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     new = [*given, *(tensors[key] for key in absent)]
     model.draw_weights({id(t) for t in tensors.values()}.difference(map(id, new)))
-    if dtype is not None:  # what a subclass has added was made before the checkpoint's dtype was known
-        for key in tensors.keys() - weights - set(model.frequency_keys()):
-            if tensors[key].is_floating_point():
-                tensors[key].data = tensors[key].data.to(dtype)
     model.tie_weights()
     model.mark_initialised()
 

@@ -69,6 +69,34 @@ def test_what_a_checkpoint_lacks(base, calls_post_init, tmp_path):
         assert {t.dtype for t in (*loaded.parameters(), loaded.steps)} == {dtype or torch.bfloat16}
 
 
+@pytest.mark.parametrize("base", BASES)
+def test_dtypes_that_a_constructor_names_stay(base, tmp_path):
+    """And what names none has the model's; so in a loaded model and in a new one."""
+
+    class WithTables(BASES[base]):
+        def __init__(self, config):
+            super().__init__(config)
+            self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+            for name, persistent in (("kept", True), ("made", False)):
+                self.register_buffer(f"{name}_table", torch.arange(3, dtype=torch.float32) / 3, persistent=persistent)
+                self.register_buffer(f"{name}_plain", torch.ones(3) / 3, persistent=persistent)
+            self.post_init()
+
+    plain, config = fastbert.BertModel(CONFIG).to(torch.bfloat16), config_of(base)
+    plain.save_pretrained(tmp_path)
+    models = [(torch.bfloat16, WithTables.from_pretrained(tmp_path, dtype="auto"))]
+    for dtype in (torch.float16, torch.float32):
+        models.append((dtype, WithTables.from_pretrained(tmp_path, dtype=dtype)))
+        models.append((dtype, WithTables._from_config(config, dtype=dtype)))
+    for dtype, model in models:
+        assert model.scale.dtype == torch.float64 and model.kept_table.dtype == model.made_table.dtype == torch.float32
+        assert {t.dtype for key, t in model.state_dict().items() if key in plain.state_dict()} == {dtype}
+        assert model.kept_plain.dtype == model.made_plain.dtype == dtype
+        if base == "ours":  # transformers' has what the memory held
+            assert torch.equal(model.made_table, torch.arange(3, dtype=torch.float32) / 3)
+    assert torch.get_default_dtype() == torch.float32
+
+
 def test_what_is_loaded_after_to_empty_stays():
     """Also in a module around the model, and of one whose weights are tied; the rest is drawn."""
     config = make_config("bert")

@@ -19,6 +19,7 @@ from fastbert.checkpoint.arguments import (
     given_config,
     left_over,
 )
+from fastbert.checkpoint.dtypes import default_dtype, main_dtype
 from fastbert.checkpoint.layouts import to_file, to_tree
 from fastbert.checkpoint.pretrained import (
     _same,
@@ -41,6 +42,11 @@ Model = TypeVar("Model", bound="CheckpointMixin")
 
 # What save_pretrained takes for push_to_hub.
 _PUSHED = ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags")
+
+
+def _is_users(kind: type) -> bool:
+    """Whether a class is a subclass that a user wrote: its constructor may make tensors in dtypes of its own."""
+    return kind.__module__ != "fastbert.models.classes"
 
 
 def _untied(state: dict[str, torch.Tensor], tied: dict[str, str]) -> list[str]:
@@ -156,8 +162,9 @@ class CheckpointMixin(nn.Module):
                 own = own.replace(**changes)
             if replacing is None and not {"num_hidden_layers", "num_hidden_groups", "inner_group_num"} & set(changes):
                 check_layers(own, weights, name)
-            with unfilled_models():
-                options = {} if add_pooling_layer is None else {"add_pooling_layer": add_pooling_layer}
+            options = {} if add_pooling_layer is None else {"add_pooling_layer": add_pooling_layer}
+            made_in = (chosen or main_dtype(weights.values())) if _is_users(cls) else None
+            with unfilled_models(), default_dtype(made_in):
                 model = cls(own, **options)
             if add_pooling_layer is False:
                 weights = without_pooler(model, weights)  # type: ignore[arg-type]
@@ -180,8 +187,9 @@ class CheckpointMixin(nn.Module):
         changes = left_over(options)
         dtype = chosen_dtype(changes.pop("dtype", None), changes.pop("torch_dtype", None))
         described = given_config(config)
-        model = cls(described.replace(**changes) if changes and described is not None else described)
-        return model if dtype is None else model.to(dtype)
+        with default_dtype(dtype if _is_users(cls) else None):
+            model = cls(described.replace(**changes) if changes and described is not None else described)
+        return model if dtype is None or _is_users(cls) else model.to(dtype)
 
     def save_pretrained(
         self,
