@@ -10,6 +10,7 @@ from fastbert.data.windows import CHECK
 from fastbert.serve.request_errors import RequestError
 
 MAX_NUMBERS = 1 << 23  # of the vectors of an answer: 2,048 of 4,096
+MAX_WEIGHTS = 1 << 20  # of sparse vectors, each an object of an index and a value: 2,048 texts with 512 words each
 MAX_CHARACTERS = 1 << 24  # of the texts of chunks: one long word may stand in hundreds that overlap
 
 Made = TypeVar("Made")
@@ -50,6 +51,12 @@ class Limits:
         if vectors * width > MAX_NUMBERS:
             told = f"{field} would have at least {vectors:,} vectors of {width:,} numbers"
             raise RequestError("too_large", f"{told}; an answer may have {MAX_NUMBERS:,} numbers in all")
+
+    def check_weights(self, field: str, weights: int) -> None:
+        """Of the sparse vectors of an answer, all together."""
+        if weights > MAX_WEIGHTS:
+            told = f"{field} has vectors with {weights:,} words that have a weight"
+            raise RequestError("too_large", f"{told}; an answer may have {MAX_WEIGHTS:,} in all")
 
     def check_characters(self, field: str, characters: int) -> None:
         """Of the texts in an answer, all together."""

@@ -12,6 +12,7 @@ from test_routes import LONG, TEXTS, app, assert_same, send
 from test_windows_over_http import HEADS
 
 import fastbert
+from fastbert.serve import limits
 from fastbert.serve.engine import load_engine
 
 
@@ -157,7 +158,21 @@ def test_tokens(engines):
         np.testing.assert_allclose(np.float32(one), other.numpy(), rtol=1e-5, atol=1e-6)
 
 
-def test_sparse_vectors(engines, folders):
+def test_special_tokens_as_the_tokenizer_has_them(folders):
+    """No tokenizer.json says whether a special token in a text is one."""
+    engine, text = load_engine(str(folders["embedding"]), "auto", "cpu"), "who [SEP] sat " * 40
+    for as_text in (False, True):
+        engine.model.tokenizer.encode_special_tokens = as_text
+        told = send(engine, "/tokenize", {"inputs": "who [SEP]", "add_special_tokens": False}).json
+        expected = engine.model.tokenizer.encode("who [SEP]", add_special_tokens=False)
+        assert [one["id"] for one in told[0]] == expected.ids and (len(expected) > 2) == as_text
+        cut = [send(engine, "/embed", {"inputs": text, "truncate": True, **more}).json for more in (
+            {}, {"truncation_direction": "left"}, {"truncation_direction": "right"})]  # fmt: skip
+        np.testing.assert_array_equal(cut[0], cut[2])
+        assert not np.array_equal(cut[0], cut[1])
+
+
+def test_sparse_vectors(engines, folders, monkeypatch):
     expected = fastbert.SparseEncoder(folders["sparse"], device="cpu").encode(TEXTS).to_dense().numpy()
     for path in ("/embed_sparse", "/"):
         found = send(engines["sparse"], path, {"inputs": TEXTS}).json
@@ -167,6 +182,9 @@ def test_sparse_vectors(engines, folders):
         np.testing.assert_allclose(dense, expected, rtol=1e-5, atol=1e-6)
         assert all(each["value"] > 0 for one in found for each in one)
     assert send(engines["sparse"], "/embed", {"inputs": "a"}).status == 424
+    monkeypatch.setattr(limits, "MAX_WEIGHTS", weights := int(np.count_nonzero(expected)) - 1)
+    refused = send(engines["sparse"], "/embed_sparse", {"inputs": TEXTS})
+    assert refused.status == 413 and f"{weights + 1:,}" in refused.json["error"]
     assert send(engines["sparse"], "/info", method="GET").json["model_type"] == {"sparse": {"dim": len(tiny.VOCAB)}}
 
 

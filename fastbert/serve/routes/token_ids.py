@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from fastbert.data.long_texts.pieces import as_far_as_needed
+from fastbert.data.long_texts.pieces import as_far_as_needed, uncut
 from fastbert.data.long_texts.template import Template
 from fastbert.sentences.text_model import TextModel
 from fastbert.serve.engine import Engine
@@ -27,17 +27,10 @@ def side_of(tokenizer: Tokenizer) -> str:
 def cutting_at(engine: Engine, side: str) -> Engine:
     """The same model, which cuts texts at `side`, "left" or "right"."""
     found, model = copy.copy(engine), copy.copy(engine.model)
-    model.tokenizer = Tokenizer.from_str(engine.model.tokenizer.to_str())
+    model.tokenizer = uncut(engine.model.tokenizer)
     model.tokenizer.enable_truncation(model.max_seq_length, direction=side)
     found.model = model
     return found
-
-
-def whole_tokenizer(model: TextModel) -> Tokenizer:
-    """One that cuts nothing."""
-    made = Tokenizer.from_str(model.tokenizer.to_str())
-    made.no_truncation()
-    return made
 
 
 def check_ids(field: str, rows: list[list[int]], words: int) -> None:

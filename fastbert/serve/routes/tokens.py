@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -11,11 +13,12 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from fastbert.data.long_texts.pieces import uncut
 from fastbert.data.tokenized import Tokenized
 from fastbert.data.windows.job import WindowJob, on_host
 from fastbert.serve import schemas
 from fastbert.serve.engine import WindowSequence
-from fastbert.serve.routes.token_ids import check_ids, tokens_of, whole_tokenizer
+from fastbert.serve.routes.token_ids import check_ids, tokens_of
 
 if TYPE_CHECKING:
     from fastbert.serve.app import Server
@@ -36,6 +39,16 @@ def states_job(model: Any, sequences: list[dict[str, np.ndarray]]) -> WindowJob[
     return WindowJob(made, model.model.last_hidden_state, reduce, list)
 
 
+def weights_of(rows: list[np.ndarray], check: Callable[[int], None]) -> list[list[dict[str, Any]]]:
+    """Of each vector (vocabulary,) the words that are not 0. `check(words of all)` raises where there are too many."""
+    words = [np.flatnonzero(row) for row in rows]
+    check(sum(map(len, words)))
+    return [
+        [{"index": i, "value": value} for i, value in zip(places.tolist(), row[places], strict=True)]
+        for row, places in zip(rows, words, strict=True)
+    ]
+
+
 class TokenRoutes:
     """Of a server's model."""
 
@@ -45,7 +58,7 @@ class TokenRoutes:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Which cuts what is more than a request may have."""
-        made = whole_tokenizer(self.server.engine.model)
+        made = uncut(self.server.engine.model.tokenizer)
         made.enable_truncation(self.server.limits.max_request_tokens)
         return made
 
@@ -63,7 +76,8 @@ class TokenRoutes:
         server.limits.check_count("ids", ids)
         server.limits.check_tokens("ids", sum(map(len, ids)))
         check_ids("ids", ids, server.words)
-        make = partial(self.tokenizer.decode_batch, ids, skip_special_tokens=asked.skip_special_tokens)
+        tokenizer = server.engine.model.tokenizer
+        make = partial(tokenizer.decode_batch, ids, skip_special_tokens=asked.skip_special_tokens)
         return await server.run_tokenizer(ids, began, make)
 
     async def embed_all(self, asked: schemas.TokensRequest) -> Any:
@@ -78,8 +92,5 @@ class TokenRoutes:
         """Of each input the words of the vocabulary that have a weight."""
         server = self.server
         made = await server.tokenized("inputs", asked.inputs, server.prompt(asked.prompt_name), asked)
-        found = []
-        for row in await server.compute(made):
-            words = np.flatnonzero(row)
-            found.append([{"index": i, "value": value} for i, value in zip(words.tolist(), row[words], strict=True)])
-        return found
+        rows = await server.compute(made)
+        return await asyncio.to_thread(weights_of, rows, partial(server.limits.check_weights, "inputs"))
