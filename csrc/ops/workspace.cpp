@@ -43,10 +43,13 @@ class KeptBlocks {
       if (fits && (best == nullptr || block->bytes() < (*best)->bytes())) best = &block;
     }
     if (best != nullptr) return *best;
-    // Those that are too small make room, or the oldest.
+    // Those that the new one serves for go, or there would be one for each batch that was the largest so far; and the
+    // oldest, where there is no room.
     blocks_.erase(std::remove_if(blocks_.begin(), blocks_.end(),
                                  [&](const std::shared_ptr<Block>& block) {
-                                   const bool goes = (takes_any_size_ || total > kMostKept) && block.use_count() == 1;
+                                   const bool is_served =
+                                       block->bytes() < bytes && (takes_any_size_ || bytes / 2 <= block->bytes());
+                                   const bool goes = (is_served || total > kMostKept) && block.use_count() == 1;
                                    total -= goes ? block->bytes() : 0;
                                    return goes;
                                  }),
