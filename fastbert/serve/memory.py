@@ -24,9 +24,8 @@ def bound_arenas() -> None:
     """For all of this process. Each thread has an arena by default, and each keeps free memory between what is in use.
     What has a megabyte is mapped alone, and goes back when it is freed.
 
-    In twelve minutes of everything (benchmarks/serving/soak.py) a server grew by 42 MB, none of it in use. With this,
-    set by the environment, and with what is given back each minute, it grew by 20 in four minutes, and by 1 in the
-    next five.
+    In twelve minutes of everything (benchmarks/serving/soak.py) a server grew by 42 MB of which nothing was in use.
+    docs/serve.md has what it holds now.
     """
     if _mallopt is not None:
         _mallopt(_ARENA_MAX, ARENAS)
