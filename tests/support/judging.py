@@ -3,7 +3,8 @@
 The rule takes the formula's largest error for what rounding does to results of this size. Of few elements, or where a
 few of them have nearly all of the error, that is luck. Over several draws the mean of each one's largest error is not:
 of gradients in bfloat16 one draw in twelve breaks the rule, in either direction, and the largest of sixteen draws still
-is that of one. What is wrong is so in each draw. conftest.py does so for every test: its body runs again, drawing other numbers by seeds.py.
+is that of one. What is wrong is so in each draw. conftest.py does so for every test: its body runs again, drawing other
+numbers by seeds.py.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ Results = tuple[Tensors, Tensors, Tensors]  # by name: what is judged, in float6
 
 @dataclass
 class Errors:
-    """Of one comparison in several draws: of |error|, |baseline's error| and |oracle| the largest of each draw, added up,
-    and the sum over all elements.
+    """Of one comparison in several draws: of |error|, |baseline's error| and |oracle| the largest of each draw, added
+    up, and the sum over all elements.
     """
 
     name: str
