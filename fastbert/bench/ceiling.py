@@ -14,23 +14,26 @@ SHAPES = ((768, 768), (768, 3072), (3072, 768))  # (in_features, out_features) o
 def gemm(precision: str, in_features: int, out_features: int) -> Call:
     """One product of `ROWS` rows through oneDNN with prepacked weights, as torch's own fastest path calls it.
 
-    int8: unsigned activations with one scale, signed weights with one scale a channel, bfloat16 out.
+    int8: unsigned activations with one scale, signed weights with one scale a channel; out comes bfloat16, or float32
+    where oneDNN has no such kernel and takes a minute for a product.
     """
     generator = torch.Generator().manual_seed(0)
     bias = torch.randn(out_features, generator=generator)
+    has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if precision == "int8":
         x = torch.randint(0, 256, (ROWS, in_features), dtype=torch.uint8, generator=generator)
         weight = torch.randint(-128, 128, (out_features, in_features), dtype=torch.int8, generator=generator)
         packed = torch.ops.onednn.qlinear_prepack(weight, [ROWS, in_features])
         scales, zeros = torch.full((out_features,), 0.01), torch.zeros(out_features, dtype=torch.long)
+        out = torch.bfloat16 if has_bfloat16 else torch.float32
         return lambda: torch.ops.onednn.qlinear_pointwise(
-            x, 0.01, 128, packed, scales, zeros, bias, 1.0, 0, torch.bfloat16, "none", [], ""
+            x, 0.01, 128, packed, scales, zeros, bias, 1.0, 0, out, "none", [], ""
         )
     dtype = getattr(torch, precision)
     x = torch.randn(ROWS, in_features, generator=generator).to(dtype)
     weight = torch.randn(out_features, in_features, generator=generator).to(dtype)
     bias = bias.to(dtype)
-    if precision == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # its weights cannot be prepacked
+    if precision == "bfloat16" and not has_bfloat16:  # its weights cannot be prepacked
         return lambda: torch.nn.functional.linear(x, weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
     return lambda: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
