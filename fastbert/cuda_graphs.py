@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from fastbert.backend import Backend, _choice, first_to_serve
+from fastbert.execution.request import EncoderInputs
 from fastbert.layer_spec import Distances
 from fastbert.layers.embeddings import EmbeddingIds
 from fastbert.layers.fingerprint import ModuleFingerprint
 from fastbert.layers.leaves import FORWARD_HOOKS
 from fastbert.models.base import EncoderModel, must_be_called
-from fastbert.models.inputs import EncoderInputs
 from fastbert.models.outputs import ModelOutput
 from fastbert.packed_inputs import ModelInputs, PackedInputs
 from fastbert.packing import PackedBatch

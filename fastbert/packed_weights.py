@@ -13,8 +13,8 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.layers.fingerprint import forget_all
-from fastbert.layers.fused import look_at_layers
 from fastbert.layers.leaves import get_leaf
+from fastbert.layers.operands import layer_operands
 from fastbert.models.base import HasModel
 from fastbert.models.tree import base_models
 
@@ -102,7 +102,7 @@ def _only_multiplied(module: nn.Module) -> Iterator[tuple[nn.Module, int]]:
 
 def _are_one_op(root: nn.Module, config: Any) -> bool:
     """Whether the kernels take the layers of a base model, whose config is an EncoderConfig, as one op."""
-    layers = look_at_layers(root, config.layer_paths, config.layer_specs, None, None, trains=False)
+    layers = layer_operands(root, config.layer_paths, config.layer_specs, None, None, trains=False)
     word = get_leaf(root, config.embeddings.word).weight
     assert isinstance(word, torch.Tensor)
     x = word.new_empty(0, config.hidden_size)

@@ -215,12 +215,14 @@ class PackedBatch:
         device: torch.device,
         ranges: Sequence[IdRange] = (),
         labels: torch.Tensor | None = None,
+        has_padding: bool | None = None,
     ) -> PackedBatch:
         """From a (batch_size, seqlen) mask, nonzero = real, holes and any side allowed; None means no padding.
 
         `ranges`: ids on `device` that are checked by the way, where tokens are real. `labels` of tokens, of the mask's
-        shape: the batch's bounds have how many at padding are not -100. One host sync where the mask or ids are on a
-        GPU. Raises InputError for a mask of another shape or a strange dtype, and ids out of range.
+        shape: the batch's bounds have how many at padding are not -100. `has_padding`: whether the mask is not all
+        ones, where that is known. One host sync where the mask or ids are on a GPU. Raises InputError for a mask of
+        another shape or a strange dtype, and ids out of range.
         """
         ranges = ranges if checks_values() else ()
         if attention_mask is not None:
@@ -233,7 +235,9 @@ class PackedBatch:
             if attention_mask.dtype.is_complex:
                 raise InputError(f"attention_mask is {attention_mask.dtype}; it must be bool, integer or float")
             attention_mask = attention_mask.to(device)
-        if attention_mask is not None and not is_all_ones(attention_mask):
+        if has_padding is None:
+            has_padding = attention_mask is not None and not is_all_ones(attention_mask)
+        if attention_mask is not None and has_padding:
             mask = attention_mask
             real = mask != 0
             lengths = real.sum(1, dtype=torch.int32)

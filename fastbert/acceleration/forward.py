@@ -16,7 +16,7 @@ from torch import nn
 from fastbert.acceleration.attributes import SeenBuffers, buffer_unsupported
 from fastbert.acceleration.instance import OnInstance, argument_names
 from fastbert.acceleration.plan import PackedPlan, live
-from fastbert.acceleration.tree import Look, look_at
+from fastbert.acceleration.tree import LiveTree, look_at
 from fastbert.acceleration.unsupported import (
     OPTIONS,
     TENSORS,
@@ -27,23 +27,16 @@ from fastbert.acceleration.unsupported import (
 )
 from fastbert.config import EncoderConfig
 from fastbert.errors import ConfigError, InputError
+from fastbert.execution import at_once, run
+from fastbert.execution.calls import Calls
+from fastbert.execution.request import EncoderInputs, EncoderOutput, PackedIds, Wanted, first_tokens, run_pooler
+from fastbert.execution.snapshot import Snapshot
 from fastbert.families.schema import Family
-from fastbert.layers.encoder import run_layer
-from fastbert.layers.leaves import get_leaf, in_use, parent_of
+from fastbert.layers.leaves import get_leaf, parent_of
 from fastbert.layers.sharded import call_sharded, is_sharded, without_views
-from fastbert.models.encode import (
-    EncoderOutput,
-    Wanted,
-    extras_of,
-    first_tokens,
-    last_state,
-    run_encoder,
-    run_grid_as_one_op,
-    run_pooler,
-)
-from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs
-from fastbert.models.tree import Calls, RunsBaseModel
-from fastbert.ops import transform_unsupported, with_same_seeds
+from fastbert.models.inputs import TableSizes, prepare_inputs
+from fastbert.models.tree import RunsBaseModel
+from fastbert.ops import transform_unsupported
 from fastbert.packed_inputs import ModelInputs
 from fastbert.packing import NOT_ONE_GRAPH, PADDED_LABELS, PackedBatch, is_all_ones
 
@@ -100,14 +93,17 @@ class Forward(OnInstance, RunsBaseModel):
             )
         absent = {name for name in OPTIONS if name not in given or (older and given[name] is None)}
         options = {name: getattr(module.config, name) if name in absent else given[name] for name in OPTIONS}
-        found: Look | str
+        found: Snapshot | str
         told = self._told.__dict__
         labels, given = told.pop("labels", None), {**told.pop("given", {}), **given}
         told_unsupported = told.pop("unsupported", None)
         try:
             config, tables = live(module, self.plan)
             unsupported = told_unsupported or transform_unsupported()
-            if unsupported is None and _is_mask_of_ones(given.get("attention_mask"), given.get("input_ids")):
+            has_padding = None
+            if unsupported is None:
+                has_padding = _padding_in(given.get("attention_mask"), given.get("input_ids"))
+            if has_padding is False:
                 given = {**given, "attention_mask": None}  # which all that follows looks at
             unsupported = unsupported or call_unsupported(module, self.plan, tables, given, options)
             unsupported = unsupported or buffer_unsupported(module, config, given, self._seen_buffers)
@@ -127,27 +123,28 @@ class Forward(OnInstance, RunsBaseModel):
             tensors["token_type_ids"] = None
         if config.embeddings.task_type is None:
             tensors["task_type_ids"] = None
-        row = flattened(module.config, given, options)
-        if row is None and labels is None and not module.training:
-            done = self._as_one_op(module, found, tensors, options)
+        row, tree = flattened(module.config, given, options), LiveTree(module, found, self.calls)
+        wanted = self._wanted(module, found.config, options)
+        if row is None and labels is None and not wanted.is_of_layers:
+            # A mask that says nothing is None by now: what a family without token types takes of them is, too.
+            has_padding = has_padding if tensors["attention_mask"] is not None else False
+            ids = PackedIds.of_grid(ModelInputs(**tensors), True, has_padding)
+            done = at_once(tree, ids, wanted.pooler)
             if done is not None:
+                assert ids is not None
                 self.calls.ran_packed()
-                return found, None, done, options, older
-        inputs = _prepare(config, tables, tensors, row, labels)
+                return tree, None, (done, ids.batch), wanted, options, older
+        inputs = _prepare(config, tables, tensors, row, labels, has_padding)
         if labels is not None and (inputs.batch.bounds or {}).get(PADDED_LABELS, (0, 0))[1]:
             self.leave("labels other than -100 at padding: transformers' loss goes over hidden states there")
             return None
         self.calls.ran_packed()
-        return found, inputs, None, options, older
+        return tree, inputs, None, wanted, options, older
 
-    def _as_one_op(
-        self, module: Any, look: Look, tensors: dict, options: dict
-    ) -> tuple[EncoderOutput, PackedBatch] | None:
-        """All that the call asks for, where one op does it."""
-        if look.sharded or options["output_hidden_states"] or options["output_attentions"]:
-            return None
-        given, config = ModelInputs(**tensors), look.config
-        return run_grid_as_one_op(module, config, lambda: config, given, None, _has_pooler(module, self.plan.family))
+    def _wanted(self, module: Any, config: EncoderConfig, options: dict) -> Wanted:
+        pools = _has_pooler(module, self.plan.family)
+        asks = bool(options["output_hidden_states"]), bool(options["output_attentions"])
+        return Wanted.of_all(len(config.layer_paths), *asks, pools) if any(asks) else Wanted(pooler=pools)
 
     def leave(self, reason: str) -> None:
         """Note that a call runs in transformers' own forward, and say why, once for each reason."""
@@ -159,34 +156,13 @@ class Forward(OnInstance, RunsBaseModel):
             self.said.add(reason)
             warnings.warn(f"fastbert: {self.plan.label} runs transformers' own forward: {reason}", stacklevel=5)
 
-    def encode(self, module: Any, look: Look, inputs: EncoderInputs, options: dict) -> EncoderOutput:
-        sharded = look.sharded
-
-        def checkpoints(layer):  # what gradient_checkpointing_enable() sets on transformers' layers
-            return layer.training and in_use(layer).__dict__.get("gradient_checkpointing")
-
-        def run_one_layer(layer, spec, x, context, wants_probs):
-            def run(x):
-                return run_layer(layer, spec, x, context, wants_probs)
-
-            if checkpoints(layer):
-                run = partial(in_use(layer)._gradient_checkpointing_func, with_same_seeds(run))
-            return call_sharded(layer, run, x) if sharded and is_sharded(layer) else run(x)
-
-        wants_probs = bool(options["output_attentions"])
-        asks = bool(options["output_hidden_states"]), wants_probs, _has_pooler(module, self.plan.family)
-        wanted = Wanted.of_all(len(look.config.layer_paths), *asks)
-        return run_encoder(
-            module, look.config, inputs, run_one_layer, None, wanted, sharded,
-            calls_layers=any([checkpoints(get_leaf(module, path)) for path in look.config.layer_paths]),
-        )  # fmt: skip
-
     def run(
         self,
         module: Any,
-        look: Look,
+        tree: LiveTree,
         inputs: EncoderInputs | None,
         done: tuple[EncoderOutput, PackedBatch] | None,
+        wanted: Wanted,
         options: dict,
         older: bool,
     ) -> Any:
@@ -194,16 +170,16 @@ class Forward(OnInstance, RunsBaseModel):
         family = self.plan.family
         if done is None:
             assert inputs is not None
-            done = self.encode(module, look, inputs, options), inputs.batch
+            done = run(tree, inputs, wanted), inputs.batch
         made, batch = done
-        fields: dict[str, Any] = {"last_hidden_state": last_state(made, batch)}
+        fields: dict[str, Any] = {"last_hidden_state": made.last_state(batch)}
         if family.pooler is not None:
             pooled = made.pooled
             if pooled is None and _has_pooler(module, family):
-                pooled = _pool(module, family, first_tokens(made.packed, batch), look.sharded)
+                pooled = _pool(module, family, first_tokens(made.packed, batch), tree.sharded)
             # Of a row of several sequences, transformers pools the first.
             fields["pooler_output"] = pooled[:1] if pooled is not None and batch.in_one_row else pooled
-        fields |= extras_of(made)
+        fields |= made.extras()
         if is_sharded(module):
             fields = {name: without_views(value) for name, value in fields.items()}
 
@@ -221,13 +197,19 @@ def _has_pooler(module: Any, family: Family) -> bool:
     return family.pooler is not None and module.pooler is not None
 
 
-def _is_mask_of_ones(mask: Any, ids: Any) -> bool:
-    are_plain = type(mask) is torch.Tensor and type(ids) is torch.Tensor
-    return are_plain and mask.shape == ids.shape and is_all_ones(mask)
+def _padding_in(mask: Any, ids: Any) -> bool | None:
+    """Whether a mask is not all ones; None where nobody has looked. It may be of any kind of integers."""
+    are_plain = type(mask) is torch.Tensor and type(ids) is torch.Tensor and mask.is_cpu
+    return not is_all_ones(mask) if are_plain and mask.shape == ids.shape else None
 
 
 def _prepare(
-    config: EncoderConfig, tables: TableSizes, tensors: dict, row: Flattened | None, labels: torch.Tensor | None
+    config: EncoderConfig,
+    tables: TableSizes,
+    tensors: dict,
+    row: Flattened | None,
+    labels: torch.Tensor | None,
+    has_padding: bool | None,
 ) -> EncoderInputs:
     if row is not None:
         tensors = {name: None if t is None else t[0] for name, t in tensors.items()} | {"attention_mask": None}
@@ -237,7 +219,7 @@ def _prepare(
     if tensors["attention_mask"] is not None:
         tensors["attention_mask"] = tensors["attention_mask"] != 0  # every other value is "real" to transformers
         labels = None if labels is None or labels.shape != tensors["attention_mask"].shape else labels
-    return prepare_inputs(config, tables, ModelInputs(**tensors), labels)
+    return prepare_inputs(config, tables, ModelInputs(**tensors), labels, has_padding)
 
 
 def _pool(module: Any, family: Any, first: torch.Tensor, sharded: frozenset[str]) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import nn
@@ -11,8 +11,9 @@ from torch import nn
 from fastbert.acceleration.forward import NOT_CALLED
 from fastbert.acceleration.instance import is_wrapped, put_by_us
 from fastbert.acceleration.plan import relation_of
+from fastbert.execution.calls import Calls
 from fastbert.models.base import HasModel
-from fastbert.models.tree import Calls, RunsBaseModel, runner_of
+from fastbert.models.tree import RunsBaseModel, runner_of
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,9 @@ class BaseModelStatus:
     kind: "accelerated", by fastbert.accelerate; "own", of fastbert's classes; "left alone", of transformers, and runs
     its own code. packed, others: how many calls ran packed, and how many in transformers' code, since the model was
     made, copied or accelerated. why_not: the last reason for that, "" for none. in_graphs: whether calls of an own
-    model ran packed in a graph of torch.compile, too, which cannot count them. wrapped: whether another library has put
-    a function around the accelerated forward, or in its place: what reaches the forward is counted.
+    model ran packed in a graph of torch.compile, too, which cannot count them. ways: of the last packed call, why the
+    "whole encoder", or its "layers", were not one op; "" where they were. wrapped: whether another library has put a
+    function around the accelerated forward, or in its place: what reaches the forward is counted.
     """
 
     name: str
@@ -32,12 +34,13 @@ class BaseModelStatus:
     others: int = 0
     why_not: str = ""
     in_graphs: bool = False
+    ways: Mapping[str, str] = field(default_factory=dict)
     wrapped: bool = False
 
     def __str__(self) -> str:
         if self.kind == "left alone":
             return f"{self.name}: not accelerated, every call runs transformers' own forward"
-        said = str(Calls(self.packed, self.others, self.why_not, self.in_graphs))
+        said = str(Calls(self.packed, self.others, self.why_not, self.in_graphs, self.ways))
         if self.kind == "own":
             return f"{self.name}: fastbert's own class, {said or 'not called yet'}"
         around = "; its forward has been replaced since, and what does not reach it is not counted" * self.wrapped

@@ -2,37 +2,87 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
+import torch
 from torch import nn
 
 from fastbert.acceleration.attributes import attribute_unsupported
 from fastbert.acceleration.plan import PackedPlan, dropout_roles, missing_leaf
 from fastbert.config import EncoderConfig
-from fastbert.layers.fingerprint import ModuleFingerprint, TreeCache
-from fastbert.layers.leaves import FORWARD, FORWARD_HOOKS, HOOKS, has_global_hooks, home_of, parent_of
-from fastbert.layers.sharded import HOOKS_FROM, class_of, is_sharded
+from fastbert.execution.calls import Calls
+from fastbert.execution.snapshot import Snapshot
+from fastbert.execution.tree import Tree, snapshots
+from fastbert.families.schema import Scopes
+from fastbert.layer_spec import LayerSpec
+from fastbert.layers.context import LayerContext
+from fastbert.layers.encoder import run_layer
+from fastbert.layers.fingerprint import ModuleFingerprint
+from fastbert.layers.leaves import FORWARD, FORWARD_HOOKS, HOOKS, get_leaf, has_global_hooks, home_of, in_use, parent_of
+from fastbert.layers.sharded import HOOKS_FROM, call_sharded, class_of, is_sharded
 from fastbert.models.tree import groups_unsupported, modules_of
+from fastbert.ops import with_same_seeds
 
 
-class Look(NamedTuple):
-    """What packed execution runs by: the config with the dropouts of now, and the paths of modules under FSDP2."""
+class LiveTree(Tree):
+    """Of transformers' own model, in which `look_at` has found nothing that our path would not do."""
 
-    config: EncoderConfig
-    sharded: frozenset[str] = frozenset()
+    is_ours = False
+
+    def __init__(self, root: nn.Module, found: Snapshot, calls: Calls):
+        self.root, self.config, self.calls, self._found = root, found.config, calls, found
+
+    @property
+    def running_config(self) -> EncoderConfig:
+        return self._found.config
+
+    @property
+    def sharded(self) -> frozenset[str]:
+        """The paths of modules under FSDP2, which are called."""
+        return self._found.sharded
+
+    def snapshot(self) -> Snapshot:
+        return self._found
+
+    def scopes(self, config: EncoderConfig) -> Scopes:
+        theirs, sharded = config.scopes, self.sharded
+        if not sharded:
+            return Scopes()
+        whole = theirs if theirs.encoder in sharded else Scopes()
+        return whole._replace(embeddings=theirs.embeddings if theirs.embeddings in sharded else None, groups=())
+
+    def layers_unsupported(self) -> str | None:
+        if self.sharded:
+            return "parts of it are sharded"
+        if any([_is_checkpointed(get_leaf(self.root, path)) for path in self.config.layer_paths]):
+            return "each layer is checkpointed by itself"
+        return None
+
+    def run_layer(
+        self, layer: nn.Module, spec: LayerSpec, x: torch.Tensor, context: LayerContext, wants_probs: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def run(x):
+            return run_layer(layer, spec, x, context, wants_probs)
+
+        if _is_checkpointed(layer):
+            checkpoint: Any = in_use(layer)._gradient_checkpointing_func
+            run = partial(checkpoint, with_same_seeds(run))
+        return call_sharded(layer, run, x) if self.sharded and is_sharded(layer) else run(x)
 
 
-_tree_cache = TreeCache("_fastbert_tree")  # what the last look at each model found
+def _is_checkpointed(layer: nn.Module) -> Any:
+    """Whether gradient_checkpointing_enable() has set this layer so."""
+    return layer.training and in_use(layer).__dict__.get("gradient_checkpointing")
 
 
-def look_at(root: nn.Module, plan: PackedPlan, config: EncoderConfig) -> Look | str:
+def look_at(root: nn.Module, plan: PackedPlan, config: EncoderConfig) -> Snapshot | str:
     """What is there now, or why our path would not do what calling every module of the tree does."""
     if has_global_hooks():
         return "global module hooks are registered"
-    leaf_hooks = FORWARD_HOOKS if "captum" in sys.modules else ("_forward_pre_hooks",)  # each takes time in every call
-    if (found := _tree_cache.get(root, (plan, config, leaf_hooks))) is not None:
+    leaf_hooks = HOOKS if torch.is_grad_enabled() else FORWARD_HOOKS
+    if (found := snapshots.get(root, (plan, config, leaf_hooks))) is not None:
         return found
     fingerprint = ModuleFingerprint(root)  # of all that is read below
     if unsupported := groups_unsupported(root, config) or _count_unsupported(root, config, fingerprint):
@@ -76,9 +126,9 @@ def look_at(root: nn.Module, plan: PackedPlan, config: EncoderConfig) -> Look | 
     callable_ones = {config.scopes.embeddings, config.scopes.encoder, parent_of(plan.family.pooler or "")}
     if beyond := [path for path in sharded if path not in callable_ones.union(config.layer_paths)]:
         return f"{beyond[0]} is sharded by itself; fully_shard the layers, the embeddings or the whole model instead"
-    look = Look(config.with_dropouts(dropouts), frozenset(sharded))
-    _tree_cache.put(root, (plan, config, leaf_hooks), fingerprint, look)
-    return look
+    snapshot = Snapshot(config.with_dropouts(dropouts), None, frozenset(sharded))
+    snapshots.put(root, (plan, config, leaf_hooks), fingerprint, snapshot)
+    return snapshot
 
 
 def _leaf_unsupported(
@@ -86,7 +136,7 @@ def _leaf_unsupported(
 ) -> str | None:
     """Why a leaf cannot be called with packed tensors. held: the leaf, and the copy of PEFT's that it calls."""
     for each in held:
-        fingerprint.hold(each.__dict__, *leaf_hooks)
+        fingerprint.watch(each, leaf_hooks)
     hooks = [home_of(hook) for each in held for name in leaf_hooks for hook in getattr(each, name).values()]
     if any(home.startswith("peft.") for home in hooks):
         return "PEFT's adapter_names and alora_offsets choose by the row of a batch"

@@ -10,14 +10,13 @@ import torch
 from torch import nn
 
 from fastbert.errors import InputError
+from fastbert.execution.request import EncoderInputs, EncoderOutput, Wanted
 from fastbert.inspect.live import as_ours
 from fastbert.layer_spec import LayerSpec
 from fastbert.layers.context import LayerContext, make_context
 from fastbert.layers.encoder import attention_input, queries_keys_values
 from fastbert.layers.leaves import get_leaf, projection
 from fastbert.models.base import EncoderModel
-from fastbert.models.encode import EncoderOutput, Wanted
-from fastbert.models.inputs import EncoderInputs
 from fastbert.packed_inputs import ModelInputs, PackedInputs
 
 

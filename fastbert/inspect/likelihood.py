@@ -9,9 +9,9 @@ from torch import nn
 
 from fastbert.data.budget import token_batches
 from fastbert.errors import InputError
+from fastbert.execution.request import Wanted
 from fastbert.inspect.live import as_ours
 from fastbert.inspect.texts import PackedTexts
-from fastbert.models.encode import Wanted
 from fastbert.models.masked_lm import MaskedLMHeadModel
 from fastbert.packed_inputs import ModelInputs, PackedInputs
 

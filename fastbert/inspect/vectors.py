@@ -10,10 +10,10 @@ from tokenizers import Encoding
 from torch import nn
 
 from fastbert.errors import InputError
+from fastbert.execution.request import Wanted
 from fastbert.inspect.attention import numbers_of
 from fastbert.inspect.live import as_ours
 from fastbert.models.base import EncoderModel
-from fastbert.models.encode import Wanted
 from fastbert.packed_inputs import ModelInputs, PackedInputs
 
 

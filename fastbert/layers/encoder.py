@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from fastbert import ops
 from fastbert.layer_spec import RELATIVES, LayerSpec
 from fastbert.layers.context import LayerContext
-from fastbert.layers.fused import try_fused_layer
 from fastbert.layers.leaves import (
     get_leaf,
     in_use,
@@ -29,6 +29,7 @@ from fastbert.layers.leaves import (
     weights_of,
     within,
 )
+from fastbert.layers.operands import operands_of_one, run_on_context
 from fastbert.layers.relative import relative_of
 
 
@@ -284,9 +285,9 @@ def run_layer(
     Also the attention probabilities, where they are wanted. calls_containers: a container of `layer` has hooks.
     """
     if not wants_probs and not calls_containers:
-        fused = try_fused_layer(layer, spec, x)
-        if not isinstance(fused, str):
-            return fused(context), None
+        call = ops.try_fused("encoder_layers_training", x, partial(operands_of_one, layer, spec))
+        if not isinstance(call, str):
+            return run_on_context(call, x, [layer], [spec], context, trains=True), None
     names, probs = spec.names, None
 
     def heads(x):

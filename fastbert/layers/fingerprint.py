@@ -37,7 +37,8 @@ class ModuleFingerprint:
         # others; `==` would compare their values.
         self._tensors: tuple[list[dict], list[str], list[Any]] = [], [], []
         self._others: tuple[list[dict], list[str], list[Any]] = [], [], []
-        self._absent: tuple[list[dict], list[str]] = [], []  # hooks, of which there must be none
+        self._absent: tuple[list[dict], list[str]] = [], []  # hooks, of which there were none
+        self._was_hooked = False
         self._entries = ops.dict_entries()
         self._held: set[tuple[int, str]] = set()
         self.modules: list[nn.Module] = []  # without the root
@@ -51,7 +52,7 @@ class ModuleFingerprint:
     # What is watched
 
     def watch(self, module: nn.Module, hooks: Sequence[str] = FORWARD_HOOKS) -> None:
-        """Everything of a module itself that decides what calling it does; `hooks`: it must go on having none of them.
+        """Everything of a module itself that decides what calling it does; `hooks`: those that count.
 
         Not those for backward, unless asked for: most of what is remembered is for calls without gradients.
         """
@@ -68,13 +69,23 @@ class ModuleFingerprint:
         for name in ATTRIBUTES:
             if name in attributes:
                 self.hold(attributes, name)
-        if module is self._root():
-            self._absent_from_root.extend(hooks)
-            return
-        self.modules.append(module)
-        self._kinds.append(type(module))
-        self._absent[0].extend([attributes] * len(hooks))
-        self._absent[1].extend(hooks)
+        self.watch_hooks(module, hooks)
+        if module is not self._root():
+            self.modules.append(module)
+            self._kinds.append(type(module))
+
+    def watch_hooks(self, module: nn.Module, hooks: Sequence[str]) -> None:
+        """Those that are there must stay, and those that are not must stay away: a look at these is the quickest."""
+        attributes, is_root = module.__dict__, module is self._root()
+        for name in hooks:
+            if attributes.get(name):
+                self._was_hooked = True
+                self.hold(attributes, name)
+            elif is_root:
+                self._absent_from_root.append(name)
+            else:
+                self._absent[0].append(attributes)
+                self._absent[1].append(name)
 
     def watch_children(self, module: nn.Module) -> None:
         """Which modules are right below this one, all of them."""
@@ -120,7 +131,10 @@ class ModuleFingerprint:
         return self._root() is module
 
     def has_hooks(self) -> bool:
-        """Whether a module that was watched has hooks now, or every module has."""
+        """Whether a module that was watched has hooks now, or had some then, or every module has."""
+        return self._was_hooked or self._has_more_hooks()
+
+    def _has_more_hooks(self) -> bool:
         own = self._root().__dict__.get
         return has_global_hooks() or not self._entries.are_false(*self._absent) or any(map(own, self._absent_from_root))
 
@@ -140,7 +154,7 @@ class ModuleFingerprint:
         )
 
     def is_current(self) -> bool:
-        return not self.has_hooks() and self.is_same()
+        return not self._has_more_hooks() and self.is_same()
 
 
 class TreeCache:

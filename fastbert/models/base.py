@@ -12,31 +12,32 @@ from fastbert import ops
 from fastbert.checkpoint.unfilled import may_be_unfilled
 from fastbert.config import EncoderConfig
 from fastbert.errors import ConfigError, InputError
+from fastbert.execution import at_once, run
+from fastbert.execution.calls import Calls
+from fastbert.execution.request import (
+    NOTHING_ELSE,
+    EncoderInputs,
+    EncoderOutput,
+    PackedIds,
+    Wanted,
+    first_tokens,
+    padding_in,
+    run_pooler,
+)
+from fastbert.execution.tree import OwnTree
 from fastbert.families.schema import Family
 from fastbert.layers.convolution import place_convolution
-from fastbert.layers.encoder import EncoderLayer, call_checkpointed
+from fastbert.layers.encoder import EncoderLayer
 from fastbert.layers.leaves import get_leaf, has_hooks, is_plain, make_norm, parent_of, place, within
 from fastbert.layers.relative import place_relative, relative_shapes
 from fastbert.layers.rotary import place_rotary
 from fastbert.layers.sharded import is_sharded, without_views
-from fastbert.models.encode import (
-    NOTHING_ELSE,
-    EncoderOutput,
-    Wanted,
-    extras_of,
-    first_tokens,
-    last_state,
-    run_as_one_op,
-    run_encoder,
-    run_grid_as_one_op,
-    run_pooler,
-)
 from fastbert.models.hf.access import ModelAccess
 from fastbert.models.hf.recording import record, records_hf
-from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, refuse_others, table_sizes, taken
+from fastbert.models.inputs import TableSizes, prepare_inputs, refuse_others, table_sizes, taken
 from fastbert.models.outputs import ModelOutput
 from fastbert.models.quantized import entry_of, place_int8
-from fastbert.models.tree import Calls, RunsBaseModel, first_parameter, groups_unsupported, layers_of
+from fastbert.models.tree import RunsBaseModel, first_parameter, groups_unsupported, layers_of
 from fastbert.packed_inputs import ModelInputs, PackedInputs
 from fastbert.packing import PackedBatch
 
@@ -213,16 +214,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
 
     def encode(self, inputs: EncoderInputs, wanted: Wanted = NOTHING_ELSE) -> EncoderOutput:
         """The last hidden state of checked inputs, and what else is wanted."""
-        checkpoints = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-
-        def run_one_layer(layer, spec, x, context, wants_probs):
-            arguments = (x, context, wants_probs) if not wanted.is_causal else (x, context, wants_probs, spec)
-            out = call_checkpointed(layer, *arguments) if checkpoints else layer(*arguments)
-            return out if wants_probs else (out, None)
-
-        return run_encoder(
-            self, self.running_config, inputs, run_one_layer, EncoderLayer, wanted, recomputes=checkpoints
-        )
+        return run(OwnTree(self, is_causal=wanted.is_causal), inputs, wanted)
 
     def encode_packed(
         self,
@@ -254,35 +246,50 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             max_seqlen=max_seqlen,
             task_type_ids=task_type_ids,
         )
-        return self._last_hidden_state(given)
+        inputs = self.prepare(given)
+        self.calls.ran_packed()
+        return self.encode(inputs).packed
 
     def last_hidden_state(self, packed: PackedInputs) -> torch.Tensor:
         """The last hidden state of a batch, (total_tokens, hidden_size), by `forward` where somebody waits for its call
         (a hook), and else without the pooler. Raises InputError as `forward`.
         """
-        found = self.as_one_op(packed, "none")
-        if found is not None:
-            return found
         if must_be_called(self):
+            return self._last_hidden_state(packed, None)
+        tree = OwnTree(self)
+        made = at_once(tree, PackedIds.of_packed(packed, self.config))
+        if made is None:
+            return self._last_hidden_state(packed, tree)
+        self.calls.ran_packed()
+        return made.packed
+
+    def infer(self, packed: PackedInputs, pooling: str = "none", normalizes: bool = False) -> tuple[torch.Tensor, bool]:
+        """The same of a batch of which nobody wants gradients, whatever the mode, and which may be on the CPU still.
+
+        Where one op makes all of it, (what `pooling` and `normalizes` say, as at_once has them, True); else (the last
+        hidden state, False).
+        """
+        tree = None
+        if not must_be_called(self):
+            tree = OwnTree(self, infers=True)
+            made = at_once(tree, PackedIds.of_packed(packed, self.config), False, pooling, normalizes)
+            if made is not None:
+                self.calls.ran_packed()
+                return made.packed, True
+        with torch.inference_mode():
+            return self._last_hidden_state(packed.to(self.device), tree), False
+
+    def _last_hidden_state(self, packed: PackedInputs, tree: OwnTree | None) -> torch.Tensor:
+        """tree: of this call; None: somebody waits for `forward`."""
+        if tree is None:
             others = {name: value for name, value in packed.items() if name != "input_ids"}
             return self(packed["input_ids"], **others).last_hidden_state
-        return self._last_hidden_state(ModelInputs(packed))
-
-    def as_one_op(self, packed: PackedInputs, pooling: str, normalizes=False, infers=False) -> torch.Tensor | None:
-        """The last hidden state of a batch, or by `pooling` ("mean", "cls") what ops.pooling makes of it, and of that
-        ops.normalize, where one op does all of it, else None. infers: nobody wants gradients, whatever the mode.
-        """
-        if must_be_called(self):
-            return None
-        return run_as_one_op(self, packed, EncoderLayer, pooling, normalizes, infers)
-
-    def _last_hidden_state(self, given: ModelInputs) -> torch.Tensor:
-        inputs = self.prepare(given)
+        inputs = self.prepare(ModelInputs(packed))
         self.calls.ran_packed()
-        return self.encode(inputs).packed
+        return run(tree, inputs).packed
 
-    def prepare(self, given: ModelInputs) -> EncoderInputs:
-        """Check and pack what a caller gave. Raises InputError."""
+    def prepare(self, given: ModelInputs, has_padding: bool | None = None) -> EncoderInputs:
+        """Check and pack what a caller gave. has_padding: of its mask, as padding_in has it. Raises InputError."""
         if isinstance(given.input_ids, PackedInputs):
             given = given.opened()
             word, device = get_leaf(self, self.config.embeddings.word), given.input_ids.device
@@ -290,7 +297,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             if is_plain(word, nn.Embedding) and not has_hooks(self) and word.weight.device != device:
                 raise InputError(f"the PackedInputs is on {device}, the model on {word.weight.device}")
         refuse_others(self, is_padded=given.attention_mask is not None)
-        return prepare_inputs(self.config, self.table_sizes(), given)
+        return prepare_inputs(self.config, self.table_sizes(), given, has_padding=has_padding)
 
     def table_sizes(self) -> TableSizes:
         return table_sizes(self, self.config, self.config)
@@ -351,27 +358,37 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             recorded = ModelOutput(record(self, given, asked))
             return recorded if self.config.option("return_dict", return_dict) else recorded.to_tuple()
         option = self.config.option
-        asks = option("output_attentions", output_attentions) or option("output_hidden_states", output_hidden_states)
-        encoder = self, self.config, lambda: self.running_config
-        found = None if asks else run_grid_as_one_op(*encoder, given, EncoderLayer, self.has_pooler)
-        made, batch = found or self.run(self.prepare(given), output_attentions, output_hidden_states)
+        wanted = self.wanted(output_attentions, output_hidden_states)
+        has_padding = padding_in(attention_mask, input_ids)
+        tree, ids = OwnTree(self), None
+        if not wanted.is_of_layers:
+            ids = PackedIds.of_grid(given, self.config.embeddings.token_type is not None, has_padding)
+        made = at_once(tree, ids, self.has_pooler)
+        if made is None:
+            inputs = self.prepare(given, has_padding)
+            made, batch = run(tree, inputs, wanted), inputs.batch
+        else:
+            assert ids is not None
+            batch = ids.batch
         self.calls.ran_packed()
         pools = self.has_pooler and made.pooled is None
         output = ModelOutput(
-            last_hidden_state=last_state(made, batch),
+            last_hidden_state=made.last_state(batch),
             pooler_output=self.pool(made.packed, batch) if pools else made.pooled,
-            **extras_of(made),
+            **made.extras(),
         )
         if is_sharded(self):
             output.update({name: without_views(value) for name, value in output.items()})
         return output if option("return_dict", return_dict) else output.to_tuple()
 
-    def run(self, inputs: EncoderInputs, output_attentions: bool | None, output_hidden_states: Any):
-        """Encode; (the EncoderOutput, with what was asked for, the batch)."""
+    def wanted(self, output_attentions: bool | None, output_hidden_states: Any) -> Wanted:
+        """What a call's options, or the config's, ask for."""
         option = self.config.option
-        asks = option("output_hidden_states", output_hidden_states), option("output_attentions", output_attentions)
-        wanted = Wanted.of_all(len(self.running_config.layer_paths), *asks, self.has_pooler)
-        return self.encode(inputs, wanted), inputs.batch
+        states = option("output_hidden_states", output_hidden_states)
+        probs = option("output_attentions", output_attentions)
+        if not states and not probs:
+            return Wanted(pooler=self.has_pooler)
+        return Wanted.of_all(len(self.running_config.layer_paths), states, probs, self.has_pooler)
 
 
 _own_forward = EncoderModel.forward

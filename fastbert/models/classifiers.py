@@ -12,10 +12,10 @@ from torch import nn
 from fastbert import ops
 from fastbert.config import ACTIVATIONS, EncoderConfig
 from fastbert.errors import InputError
+from fastbert.execution.request import first_tokens
 from fastbert.families.schema import ClassifierHead, ReplacedTokens, value_of
 from fastbert.layers.encoder import add_norm
 from fastbert.layers.leaves import get_leaf, linear, make_norm, parent_of, place, within
-from fastbert.models.encode import first_tokens
 from fastbert.models.heads import Encoded, HeadModel, class_labels, mean_loss, token_labels, whole_labels
 from fastbert.models.inputs import check_tensors
 from fastbert.packed_inputs import ModelInputs, PackedInputs

@@ -13,11 +13,11 @@ from fastbert import ops
 from fastbert.checkpoint.unfilled import may_be_unfilled
 from fastbert.config import EncoderConfig
 from fastbert.errors import InputError
+from fastbert.execution.request import EncoderInputs
 from fastbert.layers.leaves import get_leaf, in_use, is_linear, weights_of
 from fastbert.models.base import EncoderModel, PreTrainedModel, must_be_called
-from fastbert.models.encode import extras_of
 from fastbert.models.hf.recording import record, records_hf
-from fastbert.models.inputs import EncoderInputs, check_tensors, taken
+from fastbert.models.inputs import check_tensors, taken
 from fastbert.models.outputs import ModelOutput
 from fastbert.packed_inputs import ModelInputs, PackedInputs, labels_of
 from fastbert.packing import PADDED_LABELS, PackedBatch, checks_values
@@ -162,9 +162,9 @@ class HeadModel(PreTrainedModel):
         """Run the base model on what its `prepare` made of `given`; also the extras asked for, unpacked."""
         base = self.base_model
         if not must_be_called(base):
-            made, batch = base.run(inputs, output_attentions, output_hidden_states)
+            made = base.encode(inputs, base.wanted(output_attentions, output_hidden_states))
             base.calls.ran_packed()
-            return Encoded(base, made.packed, batch, made.pooled), extras_of(made)
+            return Encoded(base, made.packed, inputs.batch, made.pooled), made.extras()
         padded, layout = given[:5], zip(given._fields[5:], given[5:], strict=True)
         named = {name: value for name, value in layout if value is not None}  # a forward may take fewer
         output = base(*padded, output_attentions, output_hidden_states, **named)

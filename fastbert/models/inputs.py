@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,28 +12,12 @@ from torch import nn
 
 from fastbert.config import EncoderConfig
 from fastbert.errors import InputError
+from fastbert.execution.request import EncoderInputs
 from fastbert.layers.embeddings import EmbeddingIds
 from fastbert.layers.leaves import get_leaf, home_of
 from fastbert.ops.packing import token_sequences
 from fastbert.packed_inputs import MASKED_IDS, ModelInputs
 from fastbert.packing import IdRange, PackedBatch
-
-
-@dataclass(frozen=True)
-class EncoderInputs:
-    """What an encoder runs on: a checked batch.
-
-    rotary_positions, window_positions: int64 (total_tokens,), by which rotary embedding and windows measure distances;
-    None: by a token's place in its sequence. As in transformers, these are columns of the padded grid, so that a hole
-    in a mask keeps its width, and rotary embedding goes by the caller's position_ids where there are some. Values that
-    are rotated, too, keep what their positions are, and not only what lies between them.
-    """
-
-    batch: PackedBatch
-    ids: EmbeddingIds
-    rotary_positions: torch.Tensor | None = None
-    window_positions: torch.Tensor | None = None
-
 
 # What an encoder ignores, as in transformers: a cache is the decoder's, the Trainer's count of items the loss's, and
 # sentence-transformers leaves its results in features, and hands them on when they go through a model again.
@@ -136,11 +120,13 @@ def prepare_inputs(
     tables: TableSizes,
     given: ModelInputs,
     labels: torch.Tensor | None = None,
+    has_padding: bool | None = None,
 ) -> EncoderInputs:
     """Check and pack what a user passed: padded (batch, seqlen); or packed, (total_tokens,), with offsets or a batch.
 
     Ids are checked against `tables`, whatever `config` says of them; where `batch` knows their bounds, the device is
-    not waited for. `labels`: as PackedBatch.from_mask has them. Raises InputError, naming the value and the limit.
+    not waited for. `labels` and `has_padding`: as PackedBatch.from_mask has them. Raises InputError, naming the value
+    and the limit.
     """
     values, grid, packed = _check_values(given, tables)
     attention_mask, cu_seqlens, batch = given.attention_mask, given.cu_seqlens, given.batch
@@ -181,7 +167,7 @@ def prepare_inputs(
     elif cu_seqlens is not None:
         batch = PackedBatch.from_cu_seqlens(cu_seqlens, given.max_seqlen, grid[0], ranges)
     else:
-        batch = PackedBatch.from_mask(attention_mask, grid[0], grid[1], values.device, ranges, labels)
+        batch = PackedBatch.from_mask(attention_mask, grid[0], grid[1], values.device, ranges, labels, has_padding)
     if position_ids is None and batch.seqlen is None:
         _check_length(batch.max_seqlen, limit)
     if position_ids is None and config.family.positions_from_ids and limit is not None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from fastbert.config import EncoderConfig
+from fastbert.execution.calls import Calls
 from fastbert.families.schema import Family
 from fastbert.layers.leaves import get_leaf, in_use
 
@@ -50,43 +49,6 @@ def linear_paths(config: EncoderConfig) -> list[str]:
     """The paths of the Linear leaves of all layers, below the base model; those of shared layers once."""
     specs = dict(zip(config.layer_paths, config.layer_specs, strict=True))
     return [f"{layer}.{path}" for layer, spec in specs.items() for path in spec.names.linears]
-
-
-@dataclass
-class Calls:
-    """What the calls of one base model really did: how many ran packed, how many in transformers' own code, and why the
-    last of these did. in_graphs: whether some ran packed in a graph of torch.compile, which cannot count. A copy of the
-    model counts by itself.
-    """
-
-    packed: int = 0
-    others: int = 0
-    why_not: str = ""
-    in_graphs: bool = False
-
-    def __reduce__(self):
-        return Calls, ()
-
-    def ran_packed(self) -> None:
-        # A number that a graph reads is part of what it was compiled for: each call would compile it again.
-        if not torch.compiler.is_compiling():
-            self.packed += 1
-        elif not torch.compiler.is_exporting():
-            self.in_graphs = True
-
-    def left(self, reason: str) -> None:
-        self.others += 1
-        self.why_not = reason
-
-    def __str__(self) -> str:
-        """In words: "3 of 4 calls ran packed; the last that did not: ..."; "" where there was no call."""
-        calls = self.packed + self.others
-        said = [f"{self.packed} of {calls} calls ran packed"] if calls else []
-        if self.why_not:
-            said.append(f"the last that did not: {self.why_not}")
-        if self.in_graphs:
-            said.append("calls in a graph of torch.compile ran packed, and are not counted")
-        return "; ".join(said)
 
 
 class RunsBaseModel:

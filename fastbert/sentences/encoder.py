@@ -336,20 +336,18 @@ class SentenceEncoder(TextModel, HasSimilarity, HasDimensions):
 
     def compute(self, batch: PackedInputs, options: InferenceOptions) -> torch.Tensor:
         """The vectors, float32 (sequences, width)."""
-        vectors = self.rows_by_one_op(batch, options)
-        if vectors is None:
-            hidden = self.model.last_hidden_state(batch)
-            vectors = self.finish(self.pooled(hidden, batch["batch"].cu_seqlens, options), options)
-        return vectors
-
-    def rows_by_one_op(self, batch: PackedInputs, options: InferenceOptions) -> torch.Tensor | None:
         modes, modules = self.recipe.pooling, self.recipe.modules
-        if len(modes) != 1 or modes[0] not in ("mean", "cls") or self._leaves_out(options):
-            return None
-        # What most folders have behind the pooling is part of the op.
-        normalizes = len(modules) == 1 and is_plain(modules[0], Normalize) and self._changes_nothing(options)
-        pooled = self.model.as_one_op(batch, modes[0], normalizes, infers=True)
-        return pooled if pooled is None or normalizes else self.finish(pooled, options)
+        pooling, normalizes = "none", False  # what may be part of the model's one op
+        if len(modes) == 1 and modes[0] in ("mean", "cls") and not self._leaves_out(options):
+            pooling = modes[0]  # what most folders have behind it is, too
+            normalizes = len(modules) == 1 and is_plain(modules[0], Normalize) and self._changes_nothing(options)
+        made, is_one_op = self.model.infer(batch, pooling, normalizes)
+        if is_one_op and normalizes:
+            return made
+        with torch.inference_mode():
+            if not is_one_op or pooling == "none":
+                made = self.pooled(made, batch["batch"].cu_seqlens.to(made.device), options)
+            return self.finish(made, options)
 
     def _changes_nothing(self, options: InferenceOptions) -> bool:
         """Whether options leave vectors as the folder's modules make them."""

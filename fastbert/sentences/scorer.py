@@ -129,8 +129,10 @@ class SequenceScorer(TextModel):
             raise ConfigError(f"problem_type {given!r} is none of {', '.join(PROBLEMS)}")
         return given or ("multi" if self.num_labels == 1 else "single") + "_label_classification"
 
+    @torch.inference_mode()
     def compute(self, batch: PackedInputs, options: InferenceOptions) -> torch.Tensor:
         """The logits, (sequences, num_labels), at least float32."""
+        batch = batch.to(self.device)
         others = {name: value for name, value in batch.items() if name != "input_ids"}
         logits = self.model(batch["input_ids"], **others).logits
         return logits.to(torch.promote_types(logits.dtype, torch.float32))

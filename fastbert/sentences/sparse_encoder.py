@@ -223,8 +223,10 @@ class SparseEncoder(TextModel, HasSimilarity):
         shape = (len(inputs), self.dim)
         return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)
 
+    @torch.inference_mode()
     def compute(self, batch: PackedInputs, options: InferenceOptions) -> torch.Tensor:
         """The dense vectors, float32 (sequences, dim)."""
+        batch = batch.to(self.device)
         hidden, cu_seqlens = self.model.base_model.last_hidden_state(batch), batch["batch"].cu_seqlens
         lengths, start = cu_seqlens.diff().tolist(), 0
         vectors = torch.empty(len(lengths), self.dim, device=self.device)

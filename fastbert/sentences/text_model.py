@@ -201,12 +201,8 @@ class TextModel(HasModel):
         return self.settings.transformer.gives_types and self.model.base_model.table_sizes().has_types
 
     def compute(self, batch: PackedInputs, options: InferenceOptions) -> torch.Tensor:
-        """The rows of one batch, (sequences, width), on the model's device."""
+        """The rows of one batch, which may be on the CPU still, (sequences, width), on the model's device."""
         raise NotImplementedError
-
-    def rows_by_one_op(self, batch: PackedInputs, options: InferenceOptions) -> torch.Tensor | None:
-        """What `compute` gives for a batch on the CPU, where the model and all behind it are one op; None where not."""
-        return None
 
     def run(
         self, made: Tokenized, options: InferenceOptions, on_batch: Callable[[int], Any] = lambda sequences: None
@@ -287,12 +283,9 @@ class TextModel(HasModel):
         """
         tokenizer = self.tokenizer_of(options.task)
         batch = tokenize_one(tokenizer, prompted(options.prompt, one), with_types=self._with_types([one]))
-        row = self.rows_by_one_op(batch, options)
-        if row is None:
-            with torch.inference_mode():
-                row = self.compute(batch.to(self.device), options)
+        row = self.compute(batch, options)
         on_batch(1)
-        return row.cpu() if options.on_host else row
+        return row.cpu() if options.on_host else row.clone()  # which is no tensor of inference mode any more
 
     def rows_of_inputs(
         self, inputs: list[Any], options: InferenceOptions, on_batch: Callable[[int], Any] = lambda n: None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 
 import pytest
 import torch
@@ -35,8 +36,8 @@ def given_of(tokens: int = 5, rows: int = 1) -> dict[str, torch.Tensor]:
 
 def op_by_op(monkeypatch, model, given):
     with monkeypatch.context() as patch:
-        patch.setattr("fastbert.acceleration.forward.run_grid_as_one_op", lambda *args: None)
-        patch.setattr("fastbert.models.encode._as_one_op", lambda *args: None)
+        patch.setattr("fastbert.acceleration.forward.at_once", lambda *args: None)
+        patch.setattr("fastbert.execution.at_once", lambda *args: None)
         return model(**given)
 
 
@@ -91,3 +92,42 @@ def test_what_else_is_asked_for_comes(asked):
     found = model(**given, **{asked: True})[asked.removeprefix("output_")]
     assert len(found) == 2 + (asked == "output_hidden_states")
     assert "1 of 1 calls ran packed" in repr(model)
+
+
+def double(leaf: torch.nn.Module) -> torch.nn.Module:
+    made = copy.deepcopy(leaf)
+    with torch.no_grad():
+        made.weight.mul_(2)
+    return made
+
+
+CHANGES = {
+    "a weight": lambda model: setattr(query(model), "weight", double(query(model)).weight),
+    "a leaf": lambda model: setattr(model.encoder.layer[1].attention.self, "query", double(query(model))),
+    "a hook": lambda model: query(model).register_forward_hook(lambda module, args, out: 2 * out),
+    "a hook before": lambda model: query(model).register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+    "a norm's eps": lambda model: setattr(model.encoder.layer[0].output.LayerNorm, "eps", 0.5),
+    "a table": lambda model: setattr(
+        model.embeddings, "word_embeddings", double(model.embeddings.word_embeddings)
+    ),
+    "the pooler": lambda model: setattr(model.pooler, "dense", double(model.pooler.dense)),
+}  # fmt: skip
+
+
+def query(model: torch.nn.Module) -> torch.nn.Linear:
+    return model.encoder.layer[1].attention.self.query
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_changes_between_calls_is_seen(change):
+    """What the model gives after it is what a model that always was so gives."""
+    with torch.inference_mode(False):
+        model, fresh = model_of(), model_of()
+    before = model(**given_of())
+    for each in (model, fresh):
+        change(each)
+    for _ in range(2):
+        found, expected = model(**given_of()), fresh(**given_of())
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert not torch.equal(found.pooler_output, before.pooler_output)

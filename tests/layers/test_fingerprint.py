@@ -102,6 +102,15 @@ def test_hooks_are_not_the_tree():
     assert fingerprint.is_current()
 
 
+def test_hooks_that_were_there_are_held():
+    root = make()
+    handle = root.linear.register_forward_hook(lambda *_: None)
+    fingerprint = look_at(root)
+    assert fingerprint.has_hooks() and fingerprint.is_current()
+    handle.remove()
+    assert not fingerprint.is_current()
+
+
 def test_values_in_place_are_not_the_tree_and_memory_is_where_it_is_asked_for():
     root = make()
     plain, located = look_at(root), look_at(root, with_memory=True)

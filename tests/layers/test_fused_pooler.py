@@ -43,8 +43,8 @@ def operators(model: nn.Module, *given: torch.Tensor) -> dict[str, int]:
 
 def op_by_op(monkeypatch, model: nn.Module, *given: torch.Tensor) -> torch.Tensor:
     with monkeypatch.context() as patch:
-        patch.setattr("fastbert.models.base.run_grid_as_one_op", lambda *args: None)
-        patch.setattr("fastbert.models.encode._as_one_op", lambda *args: None)
+        patch.setattr("fastbert.models.base.at_once", lambda *args: None)
+        patch.setattr("fastbert.execution.at_once", lambda *args: None)
         return pooled(model, *given)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ import fastbert
 from fastbert import ops
 from fastbert.backend import register_fused, try_fused, use_backend
 from fastbert.cli.doctor import doctor_lines
-from fastbert.layers import fused, fused_encoder
-from fastbert.layers.encoder import EncoderLayer
+from fastbert.execution import snapshot
+from fastbert.execution.tree import OwnTree
 from fastbert.native.availability import extension_error
 
 has_kernels = pytest.mark.skipif(extension_error() is not None, reason=str(extension_error()))
@@ -21,27 +22,29 @@ has_kernels = pytest.mark.skipif(extension_error() is not None, reason=str(exten
 
 @pytest.fixture
 def looks(monkeypatch) -> list[str]:
-    """What was made of a tree: the operands that its leaves hold, and what to remember them by."""
+    """What was made of a tree: what to remember it by, and the operands that its leaves hold."""
     made: list[str] = []
 
     def count(name: str) -> None:
-        function = getattr(fused, name)
+        function = getattr(snapshot, name)
 
         def counted(*args, **options):
             made.append(name)
             return function(*args, **options)
 
-        for module in (fused, fused_encoder):
-            monkeypatch.setattr(module, name, counted)
+        monkeypatch.setattr(snapshot, name, counted)
 
-    count("look_at_layers")
     count("watch_layers")
+    count("layer_operands")
     return made
 
 
-def answer(model: fastbert.BertModel, x: torch.Tensor, layer_type=EncoderLayer):
+def answer(model: fastbert.BertModel, x: torch.Tensor):
     """What is answered for all of a model's layers, without a call of them."""
-    return fused.try_fused_layers(model, model.config.layer_paths, model.config.layer_specs, None, layer_type, x)
+    config = model.config
+    stretch = 0, config.num_hidden_layers, None, False, False
+    look = partial(OwnTree(model).layers, stretch, config.layer_paths, config.layer_specs)
+    return try_fused("encoder_layers", x, look)
 
 
 @pytest.mark.parametrize("device", ("meta", "cpu"))
@@ -77,10 +80,10 @@ def test_the_tree_is_looked_at_once(looks, trains):
     with torch.set_grad_enabled(trains):
         for _ in range(3):
             model(IDS, MASK)
-        assert looks == ["look_at_layers", "watch_layers"]
+        assert looks == ["watch_layers", "layer_operands"]
         query(model).weight = torch.nn.Parameter(query(model).weight * 2)
         model(IDS, MASK)
-    assert looks == ["look_at_layers", "watch_layers"] * 2
+    assert looks == ["watch_layers", "layer_operands"] * 2
 
 
 def hook_a_leaf(model):

@@ -15,10 +15,11 @@ from transformers.models.eurobert import modeling_eurobert
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
 import fastbert
+from fastbert import ops
 from fastbert.errors import ConfigError
 from fastbert.families import FAMILIES
 from fastbert.layer_spec import AttentionSpec, Invalid, RotarySpec
-from fastbert.layers.fused import try_fused_layers
+from fastbert.layers.operands import layer_operands
 from fastbert.models.auto import AutoModel
 from fastbert.testing.cases import MASKS
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
@@ -109,7 +110,8 @@ def test_part_of_a_head(pattern, monkeypatch):
     assert_as_theirs(ours, theirs, make_batch(config, pattern))
     x = torch.ones(1, config.hidden_size)
     with torch.no_grad():
-        why_not = try_fused_layers(ours, config.layer_paths, config.layer_specs, None, None, x)
+        operands = layer_operands(ours, config.layer_paths, config.layer_specs, None, None, trains=False)
+        why_not = ops.try_fused("encoder_layers", x, lambda: operands)
     assert why_not == "rotary embedding turns 20 of a head's 40 dimensions"
 
 

