@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "../cpu/attention.h"
-#include "attention.h"
+#include "attention_form.h"
 #include "attention_plan.h"
 #include "dropout.h"
 #include "tensors.h"

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "../cpu/attention.h"
-#include "attention.h"
+#include "attention_form.h"
 
 namespace fastbert {
 

@@ -29,6 +29,8 @@ Gradients& gradients() {
   return *map;
 }
 
+const KeptBeside kept_beside(forget_gradients);
+
 }  // namespace
 
 NewGradient new_gradient(const Array& weight) {

@@ -6,7 +6,7 @@
 
 #include <memory>
 
-#include "products.h"
+#include "packed_weights.h"
 #include "storages.h"
 #include "workspace.h"
 

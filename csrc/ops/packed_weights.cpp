@@ -75,6 +75,8 @@ WeightsOfStorages& weights_of_storages() {
   return *map;
 }
 
+const KeptBeside kept_beside(forget_packed);
+
 thread_local bool records_all_writes = false;
 
 void pack(const Array& weight, DType format, PackedMemory& packed) {
@@ -237,6 +239,10 @@ T ask(const char* name, const Array& weight) {
 }
 
 }  // namespace
+
+DType format_for(ScalarType dtype) {
+  return dtype == ScalarType::BFloat16 && has_bf16_dot() ? DType::kBFloat16 : DType::kFloat32;
+}
 
 DType dtype_of(const Array& t) {
   switch (t.scalar_type()) {

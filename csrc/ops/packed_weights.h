@@ -13,6 +13,9 @@ namespace fastbert {
 
 DType dtype_of(const Array& t);
 
+// What operands are multiplied in, for results in `dtype`.
+DType format_for(ScalarType dtype);
+
 // Whether its rows or its columns lie whole.
 bool has_whole_lines(const Array& weight);
 

@@ -146,10 +146,6 @@ void run_gemm(const GemmArgs& args_, int64_t rows, const RowsDone& done) {
   if (done && groups > 1) parallel_for(0, rows, 16, done);
 }
 
-DType format_for(ScalarType dtype) {
-  return dtype == ScalarType::BFloat16 && has_bf16_dot() ? DType::kBFloat16 : DType::kFloat32;
-}
-
 RowsArg rows_of(const Array& x) { return {x.data(), dtype_of(x), x.stride(0)}; }
 
 // 0, as where there is none: each row of x is measured.

@@ -70,9 +70,6 @@ int64_t first_row(int64_t block, int64_t blocks, int64_t rows);
 // All of one GEMM, or of several that share x, over the threads.
 void run_gemm(const GemmArgs& args, int64_t rows, const RowsDone& done = nullptr);
 
-// What operands are multiplied in, for results in `dtype`.
-DType format_for(ScalarType dtype);
-
 RowsArg rows_of(const Array& x);
 
 // Whether a product of so many rows packs the weight on its way, panel by panel in the thread's cache, and keeps no

@@ -3,9 +3,8 @@
 #include <atomic>
 #include <mutex>
 #include <unordered_set>
+#include <vector>
 
-#include "gradients.h"
-#include "packed_weights.h"
 #include "register.h"
 
 namespace fastbert {
@@ -17,6 +16,12 @@ std::unordered_set<const void*>& watched() {
   // Never destroyed: at exit tensors may go after static objects.
   static auto* storages = new std::unordered_set<const void*>();
   return *storages;
+}
+
+// Whom to tell; complete before the first tensor comes.
+std::vector<void (*)(const void*)>& keepers() {
+  static auto* list = new std::vector<void (*)(const void*)>();
+  return *list;
 }
 
 std::atomic<PyObject*> raised = nullptr;
@@ -60,11 +65,12 @@ void watch_storage(const Array& t) {
 
 void forget_storage(uintptr_t address) {
   const auto* const storage = reinterpret_cast<const void*>(address);
-  forget_packed(storage);
-  forget_gradients(storage);
+  for (const auto forget : keepers()) forget(storage);
   const std::lock_guard<std::mutex> lock(mutex);
   watched().erase(storage);
 }
+
+KeptBeside::KeptBeside(void (*forget)(const void* storage)) { keepers().push_back(forget); }
 
 bool call_python(const char* name, StableIValue* stack) {
   const bool done = torch_call_dispatcher(name, "", stack, TORCH_ABI_VERSION) == 0;

@@ -24,6 +24,11 @@ void watch_storage(const Array& t);
 // Drops everything that is kept for the storage at this address. Never waits for Python: a finalizer may call it.
 void forget_storage(uintptr_t address);
 
+// Made while the library is loaded by what keeps something beside storages: forget_storage calls `forget`, too.
+struct KeptBeside {
+  explicit KeptBeside(void (*forget)(const void* storage));
+};
+
 // Calls the operator fastbert::`name`, whose kernel is Python; what it takes is boxed (register.h). False if it raised.
 bool call_python(const char* name, StableIValue* stack);
 

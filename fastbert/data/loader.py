@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from fastbert.data.batches import KeyedDataset, StepSampler
 
@@ -30,19 +30,13 @@ def make_loader(
     *,
     workers: int = 0,
     pin_memory: bool = False,
-    finish: Callable[[Any, Any], Any] | None = None,
-    take: Callable[[], Any] | None = None,
 ) -> DataLoader:
     """A DataLoader over a rank's batches of an epoch. What it gives is the same for any number of `workers`. A batch
     without examples has the fields of one, and no sequence.
-
-    finish: what is done to each batch where it is made, behind `collate`. Its second argument is what `take` gave in
-    this process when the batch was handed out. At most `PREFETCHED` batches for each worker are handed out and have not
-    come; one that comes is replaced by another just before the loader gives it.
     """
     return DataLoader(
-        _Batches(dataset_of(examples, sampler, collate), collate, finish),
-        sampler=_HandedOut(sampler, take),
+        _Batches(dataset_of(examples, sampler, collate), collate),
+        sampler=sampler,
         batch_size=None,
         collate_fn=_as_it_is,
         num_workers=workers,
@@ -52,34 +46,17 @@ def make_loader(
     )
 
 
-class _HandedOut(Sampler[tuple[list[int], Any]]):
-    """What is to be made: the indices of each batch's examples, and what was taken for it."""
-
-    def __init__(self, sampler: StepSampler, take: Callable[[], Any] | None):
-        self.sampler, self.take = sampler, take
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __iter__(self) -> Iterator[tuple[list[int], Any]]:
-        for indices in self.sampler:
-            yield indices, None if self.take is None else self.take()
-
-
 class _Batches(Dataset):
     """Makes a batch, an empty one too, in a worker."""
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], finish: Callable[[Any, Any], Any] | None):
-        self.dataset, self.collate, self.finish = dataset, collate, finish
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]):
+        self.dataset, self.collate = dataset, collate
 
-    def __getitem__(self, handed_out: tuple[list[int], Any]) -> Any:
-        indices, taken = handed_out
+    def __getitem__(self, indices: list[int]) -> Any:
         fetch = getattr(self.dataset, "__getitems__", None)  # `datasets` reads many at once much faster
         if not indices:
-            made = self.collate([self.dataset[0]]).without_sequences()
-        else:
-            made = self.collate([self.dataset[i] for i in indices] if fetch is None else fetch(indices))
-        return made if self.finish is None else self.finish(made, taken)
+            return self.collate([self.dataset[0]]).without_sequences()
+        return self.collate([self.dataset[i] for i in indices] if fetch is None else fetch(indices))
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -48,6 +48,20 @@ class ModuleFingerprint:
         self._addresses: list[int] = []  # of those tensors
         self._dtypes: list[torch.dtype] = []  # one has come and gone where a model was converted and back
 
+    @classmethod
+    def of_all(cls, root: nn.Module, hooks: Sequence[str], of_root: Sequence[str], *names: str) -> ModuleFingerprint:
+        """All that a captured graph has written down of a tree: the tensors' memory, and what calling its modules does.
+
+        hooks, of_root: those that count of the modules, and of the root. names: what else of each one's dict counts.
+        """
+        found = cls(root, with_memory=True)
+        for module in root.modules():
+            found.watch(module, of_root if module is root else hooks)
+            found.hold(module.__dict__, *names)
+            if module._modules:
+                found.watch_children(module)
+        return found
+
     # ----------------------------------------------------------------------------------------------------------------
     # What is watched
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 
 class NoGraphs:
-    """Stands in for CUDA graphs (fastbert.training.graphed): runs each time, on any device, what a graph would repeat.
+    """Stands in for CUDA graphs (fastbert.cuda_graphs): runs each time, on any device, what a graph would repeat.
 
-    So a GraphedStep with it gives the bits that one with graphs has to give.
+    So a GraphedStep, or a GraphedEncoder, with it gives the bits that one with graphs has to give.
     """
 
     def unsupported(self, device: torch.device) -> str | None:
@@ -23,8 +24,13 @@ class NoGraphs:
         run()
         return run
 
-    def nbytes(self) -> int:
+    def begin(self) -> None:
+        """Callers run one after the other."""
+
+    end = begin
+
+    def nbytes(self, replay: Any = None) -> int:
         return 0
 
-    def free(self) -> None:
+    def free(self, replay: Any = None) -> None:
         """Nothing is held."""

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fastbert.cuda_graphs.capture import Graphs
 from fastbert.data.batches import Steps, StepSampler
 from fastbert.data.loader import WorkerKilled
 from fastbert.errors import TrainingError
@@ -26,8 +27,6 @@ from fastbert.files import write_text
 from fastbert.importing import collector_spares_what_is_there
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.distributed import World
-from fastbert.training.graphed.buckets import Staged
-from fastbert.training.graphed.capture import Graphs
 from fastbert.training.optimizers import catch_up
 from fastbert.training.schedules import Schedule
 from fastbert.training.stopping import SIGNALS, leave_by, signals_wait
@@ -192,7 +191,7 @@ class Loop:
         patience = self.options.patience
         return self.place.step >= self.options.steps or 0 < patience <= self.place.worse
 
-    def _epoch(self, phase: Phase) -> Generator[list[PackedInputs | Staged]]:
+    def _epoch(self, phase: Phase) -> Generator[list[PackedInputs]]:
         """The batches of each step that is left of this epoch."""
         sampler, examples = sampler_of(self.task, phase, self.options, self.hidden_size, self.world, self.place)
         collate = self.task.collate(phase)
@@ -216,16 +215,16 @@ class Loop:
             raise TrainingError(f"rank {differing[0]} has other training data than rank 0: give all the same files")
         place.data = found
 
-    def train_step(self, batches: Sequence[PackedInputs | Staged]) -> None:
+    def train_step(self, batches: Sequence[PackedInputs]) -> None:
         """One step of the optimizer. The loss is the mean over the labels of all ranks' batches."""
         place, world = self.place, self.world
-        counts = [self._step.counts(batch) for batch in batches]
+        counts = [self.task.counts(batch) for batch in batches]
         totals = self._agree([sum(term) for term in zip(*counts, strict=True)])
         # Ranks' gradients are averaged, so each divides by its share of the total.
         shares = [max(1, total) / world.size for total in totals]
         seed = hash((self.options.seed, place.step, world.rank)) % 2**63
         _seed(world.device, seed)
-        tokens = sum(b.tokens if isinstance(b, Staged) else b["batch"].total_tokens for b in batches)
+        tokens = sum(batch["batch"].total_tokens for batch in batches)
         self.schedule.set(place.step)
         self._step(batches, shares, seed)
         if self._step.losses.is_full:

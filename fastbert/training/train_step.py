@@ -11,14 +11,11 @@ import torch
 from torch import nn
 
 from fastbert import ops
+from fastbert.cuda_graphs.capture import CudaGraphs, Graphs
 from fastbert.data.batches import StepSampler
 from fastbert.data.loader import make_loader, read
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.distributed import World
-from fastbert.training.graphed.ahead import Ahead
-from fastbert.training.graphed.buckets import Staged
-from fastbert.training.graphed.capture import CudaGraphs, Graphs
-from fastbert.training.graphed.lanes import lane_to
 from fastbert.training.graphed.losses import LossRing
 from fastbert.training.graphed.plan import plan_buckets
 from fastbert.training.graphed.step import GraphedStep
@@ -30,8 +27,7 @@ class TrainStep:
     """Forward and backward of a step's batches, clipping and the optimizer.
 
     graphs: what captures steps; None: CUDA graphs, on a GPU. `losses`: of the steps that nobody has read. `objections`:
-    why steps ran op by op where they might have been captured; whoever has read them clears them. `lane`: on which
-    batches of captured steps come.
+    why steps ran op by op where they might have been captured; who has read them clears them.
     """
 
     def __init__(
@@ -51,15 +47,13 @@ class TrainStep:
         self.losses, self._seeds = LossRing(world.device), ops.StepSeeds(world.device)
         self.objections, self._objection = set[str](), None
         self._graphed: GraphedStep | None = None
-        self._example: PackedInputs | None = None
         self._looks = True
-        self.lane = lane_to(world.device)
         if graphs is None and world.device.type != "cuda":
             return
         self._objection = "other processes add up gradients" if world.size > 1 else task.uncapturable(parts)
         if self._objection is None:
             self._graphed = GraphedStep(
-                model, optimizer, self._loss, max_norm=max_norm, bf16=bf16, graphs=graphs or CudaGraphs()
+                model, optimizer, self._loss, max_norm=max_norm, bf16=bf16, graphs=graphs or CudaGraphs(world.device)
             )
             self.losses = self._graphed.losses_kept
         elif world.is_main:
@@ -69,44 +63,32 @@ class TrainStep:
         """Somebody beside the steps has had the model: it was evaluated, saved, or loaded."""
         self._looks = True
 
-    def counts(self, batch: PackedInputs | Staged) -> list[int]:
-        return batch.counts if isinstance(batch, Staged) else self.task.counts(batch)
-
     def prepare(self, collate: Any, examples: Any, sampler: StepSampler, phase: Phase) -> str:
         """Capture what an epoch's batches need, and say how many graphs there are; "" where nothing is captured."""
         if self._graphed is None:
             return ""
         buckets, texts = self._graphed.buckets, self.task.texts
-        self._example = plan_buckets(buckets, collate, examples, sampler, phase.max_length, texts)
-        return self._graphed.prepare([self._example], len(self.task.counts(self._example)))
+        example = plan_buckets(buckets, collate, examples, sampler, phase.max_length, texts)
+        return self._graphed.prepare([example], len(self.task.counts(example)))
 
-    def batches(
-        self, collate: Any, examples: Any, sampler: StepSampler, workers: int
-    ) -> Generator[list[PackedInputs | Staged]]:
-        """The batches of each step of the epoch that was prepared last."""
-        steps, parts, device = len(sampler) // sampler.parts, sampler.parts, self.world.device
-        if self._graphed is None:
-            pins = device.type == "cuda"
-            with closing(read(make_loader(examples, sampler, collate, workers=workers, pin_memory=pins))) as batches:
-                for _ in range(steps):
-                    yield [next(batches) for _ in range(parts)]
-            return
-        assert self._example is not None
-        ahead = Ahead(
-            self._graphed.buckets, self.task.counts, self._example, self.lane, device, parts=parts, workers=workers
-        )
-        loader = make_loader(examples, sampler, collate, workers=workers, finish=ahead.finish, take=ahead.blocks.take)
-        with closing(ahead), closing(read(loader)) as made:
-            yield from ahead.steps(made, steps)
+    def batches(self, collate: Any, examples: Any, sampler: StepSampler, workers: int) -> Generator[list[PackedInputs]]:
+        """The batches of each step of an epoch, on the host. Those of captured steps are copied into pinned blocks of
+        their buckets' sizes, the others are pinned as they come.
+        """
+        pins = self.world.device.type == "cuda" and self._graphed is None
+        loader = make_loader(examples, sampler, collate, workers=workers, pin_memory=pins)
+        with closing(read(loader)) as batches:
+            for _ in range(len(sampler) // sampler.parts):
+                yield [next(batches) for _ in range(sampler.parts)]
 
-    def __call__(self, batches: Sequence[PackedInputs | Staged], totals: Sequence[float], seed: int) -> None:
+    def __call__(self, batches: Sequence[PackedInputs], totals: Sequence[float], seed: int) -> None:
         """One step. totals: what each of the loss's terms is divided by. seed: of dropout."""
         with ops.only_recorded_writes():
             if self._graphed is not None:
                 self._graphed(batches, totals, seed=seed, looks=self._looks)
                 self._looks = False
             else:
-                self._run([batch for batch in batches if isinstance(batch, PackedInputs)], totals, seed)
+                self._run(list(batches), totals, seed)
         objection = self._objection if self._graphed is None else self._graphed.why_eager
         if objection is not None:
             self.objections.add(objection)

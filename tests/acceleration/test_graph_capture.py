@@ -1,20 +1,20 @@
-"""What fastbert.graphs asks of torch.cuda while it captures and replays, in which order; no GPU needed."""
+"""What graphs ask of torch.cuda while they are captured, replayed and freed, in which order; no GPU needed."""
 
 from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Callable
 from contextlib import contextmanager
 
 import pytest
 import torch
-from test_graphs import ON_GPU, make_model
+from test_graphs import ON_GPU
 
-from fastbert import cuda_graphs
-from fastbert.cuda_graphs import StaticBatch, bucket_of
-from fastbert.packed_inputs import ModelInputs
-from fastbert.training.graphed.capture import CudaGraphs
+from fastbert.cuda_graphs import capture
+from fastbert.cuda_graphs.capture import CudaGraphs
+
+pytestmark = pytest.mark.skipif(ON_GPU, reason="a GPU runs the real ones")
+DEVICE = torch.device("cuda", 0)
 
 
 @pytest.fixture
@@ -36,9 +36,6 @@ def cuda(monkeypatch):
         def record(self, stream):
             log.append(f"replay recorded on {stream.name}")
 
-        def synchronize(self):
-            log.append("synchronize")
-
     class Graph:
         def replay(self):
             log.append("replay")
@@ -46,9 +43,11 @@ def cuda(monkeypatch):
         def reset(self):
             log.append("reset")
 
+        def pool(self):
+            return "a pool"
+
     @contextmanager
     def device(which):
-        log.append("device")
         yield
 
     @contextmanager
@@ -59,9 +58,9 @@ def cuda(monkeypatch):
         fake.current = before
 
     @contextmanager
-    def graph(which, stream, capture_error_mode):
+    def graph(which, pool, stream, capture_error_mode):
         fake.current = stream
-        log.append(f"capture on {stream.name}, {capture_error_mode}")
+        log.append(f"capture in {pool or 'its own'} on {stream.name}, {capture_error_mode}")
         yield
         if fake.is_invalid:  # as torch does: the stream stays where it is
             raise RuntimeError("operation failed due to a previous error during capture")
@@ -71,91 +70,70 @@ def cuda(monkeypatch):
         fake.current = stream
         log.append(f"back on {stream.name}")
 
-    reserved, caller = iter((100, 164)), Stream(name="current")
+    reserved, caller = iter((100, 164, 164, 180)), Stream(name="current")
     fake = types.SimpleNamespace(
         Stream=Stream, Event=Event, CUDAGraph=Graph, device=device, stream=stream, graph=graph, set_stream=set_stream,
         current_stream=lambda device: fake.current, empty_cache=lambda: log.append("empty_cache"),
-        memory_reserved=lambda device: next(reserved), current=caller, is_invalid=False, log=log,
+        synchronize=lambda device=None: log.append("synchronize"), memory_reserved=lambda device: next(reserved),
+        current=caller, is_invalid=False, log=log,
     )  # fmt: skip
+    monkeypatch.setattr(capture.torch, "cuda", fake)
     return fake
 
 
-@pytest.fixture
-def batch():
-    model = make_model()
-    inputs = model.prepare(ModelInputs(torch.randint(1, 40, (2, 8))))
-    return model, inputs, StaticBatch.empty(bucket_of(16, 2, 8, False, 64), model.device, model.config.distances)
+CAPTURE = ["synchronize", "empty_cache", "capture in its own on side, thread_local", "run", "back on current", "replay"]
 
 
-@pytest.mark.skipif(ON_GPU, reason="a GPU runs the real ones")
-def test_a_capture_waits_warms_up_and_keeps_streams_in_order(monkeypatch, cuda, batch):
-    model, inputs, static = batch
-    caches = []
+@pytest.mark.parametrize("shares", (True, False))
+def test_a_capture_waits_warms_up_and_keeps_streams_in_order(cuda, shares):
+    graphs = CudaGraphs(DEVICE, shares_memory=shares)
 
-    def encode(packed):
-        cuda.log.append("encode")
-        caches.append(packed.batch.cache)
-        return model.encode(packed).packed
+    def run():
+        cuda.log.append("run")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(cuda_graphs.torch, "cuda", cuda)
-        captured = cuda_graphs.Captured(encode, static, cuda_graphs.Turns(model.device))
-        captured.turns.begin()
-        static.fill(inputs)
-        captured.replay()
-        captured.turns.end()
-        captured.free()
-    assert cuda.log == [
-        "device", "device", "current waits for the last replay", "side waits for current", "on side", "encode",
-        "encode", "current waits for side", "empty_cache", "capture on side, thread_local", "encode",
-        "back on current", "current waits for the last replay", "replay", "replay recorded on current", "synchronize",
-        "reset",
-    ]  # fmt: skip
-    assert captured.nbytes == 64 + static.nbytes() and captured.out.shape == (16, 64)
-    assert len({id(cache) for cache in caches}) == 3  # what a warm-up derived from cu_seqlens is not in the graph
+    graphs.warm(run)
+    assert cuda.log == ["side waits for current", "on side", "run", "current waits for side"]
+    cuda.log.clear()
+    first = graphs.capture(run)
+    assert cuda.log == CAPTURE and graphs.nbytes() == graphs.nbytes(first) == 64
+    cuda.log.clear()
+    second = graphs.capture(run)
+    where = "a pool" if shares else "its own"
+    assert cuda.log == [line.replace("its own", where) for line in CAPTURE] and graphs.nbytes() == 80
+    cuda.log.clear()
+    for _ in range(2):
+        graphs.begin()
+        second()
+        graphs.end()
+    end = ["replay", "replay recorded on current"]
+    assert cuda.log == [*end, "current waits for the last replay", *end]
+    cuda.log.clear()
+    graphs.warm(run)  # behind what others launched
+    assert cuda.log[:2] == ["current waits for the last replay", "side waits for current"]
+    cuda.log.clear()
+    graphs.free(first)
+    assert cuda.log == ["synchronize", "reset"] and graphs.nbytes() == 16
+    graphs.free()
+    graphs.free()
+    assert cuda.log == ["synchronize", "reset"] * 2 and graphs.nbytes() == 0
 
 
-@pytest.mark.skipif(ON_GPU, reason="a GPU runs the real ones")
-def test_a_capture_that_fails_leaves_the_caller_on_its_stream(monkeypatch, cuda, batch):
-    model, _, static = batch
+def test_a_capture_that_fails_leaves_the_caller_on_its_stream(cuda):
     cuda.is_invalid = True
-    with monkeypatch.context() as patch:
-        patch.setattr(cuda_graphs.torch, "cuda", cuda)
-        with pytest.raises(RuntimeError, match="during capture"):
-            cuda_graphs.Captured(model.encode, static, cuda_graphs.Turns(model.device))
-        assert cuda.current.name == "current" and not cuda_graphs.capturing.locked()
+    graphs = CudaGraphs(DEVICE)
+    with pytest.raises(RuntimeError, match="during capture"):
+        graphs.capture(lambda: None)
+    assert cuda.current.name == "current" and not capture.capturing.locked() and graphs.nbytes() == 0
 
 
-class Kept:
-    """A graph that says whether it was let go of."""
-
-    is_there = True
-
-    def reset(self):
-        self.is_there = False
-
-
-def of_inference() -> tuple[Kept, Callable[[], None]]:
-    captured = cuda_graphs.Captured.__new__(cuda_graphs.Captured)
-    captured.graph, captured.turns = Kept(), types.SimpleNamespace(done=types.SimpleNamespace(synchronize=lambda: None))
-    return captured.graph, captured.free
-
-
-def of_training() -> tuple[Kept, Callable[[], None]]:
-    graphs = CudaGraphs()
-    graphs._graphs.append(Kept())
-    return graphs._graphs[0], graphs.free
-
-
-@pytest.mark.parametrize("make", (of_inference, of_training))
-def test_nothing_is_freed_while_another_is_captured(monkeypatch, make):
-    """One lock for all graphs of the process."""
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    graph, free = make()
-    thread = threading.Thread(target=free)
-    with cuda_graphs.capturing:
+def test_nothing_is_freed_while_another_is_captured(cuda):
+    """One lock for all graphs of the process, of inference and of training."""
+    graphs = CudaGraphs(DEVICE)
+    graphs.capture(lambda: None)
+    thread = threading.Thread(target=graphs.free)
+    with capture.capturing:
         thread.start()
         thread.join(0.05)
-        assert thread.is_alive() and graph.is_there
+        assert thread.is_alive() and "reset" not in cuda.log
     thread.join(10)
-    assert not thread.is_alive() and not graph.is_there
+    assert not thread.is_alive() and cuda.log[-1] == "reset"

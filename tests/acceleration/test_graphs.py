@@ -13,11 +13,14 @@ from kinds import of_every_kind, of_few_kinds
 from seeds import manual_seed
 
 import fastbert
-from fastbert import cuda_graphs
-from fastbert.cuda_graphs import Bucket, StaticBatch, bucket_of
+from fastbert.cuda_graphs import encoder
+from fastbert.cuda_graphs.blocks import StaticBatch
+from fastbert.cuda_graphs.buckets import INFERENCE, Sizes, bucket_for
+from fastbert.cuda_graphs.encoder import GraphedEncoder
 from fastbert.errors import InputError
 from fastbert.models.auto import model_class
 from fastbert.packed_inputs import ModelInputs
+from fastbert.testing.graphs import NoGraphs
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 ON_GPU = torch.cuda.is_available()
@@ -32,51 +35,40 @@ def make_model(model_type: str = "bert", index: int = 0, **changes):
     return model_class(model_type, "Model")(make_config(model_type, index, **changes)).to(DEVICE).eval()
 
 
-class Eager:
-    """In place of a captured graph: runs what it would replay, on the static buffers."""
+class Eager(NoGraphs):
+    """In place of captured graphs; counts those that were captured, and those that are gone."""
 
-    freed = 0
+    def __init__(self):
+        self.captured, self.freed = [], 0
 
-    def __init__(self, encode, static, turns):
-        self.encode, self.static, self.turns, self.nbytes = encode, static, turns, 1000
-        self.out = encode(static.inputs())
+    def capture(self, run):
+        run()
+        self.captured.append(run)
+        return run
 
-    def replay(self):
-        self.out.copy_(self.encode(self.static.inputs()))
+    def nbytes(self, replay=None):
+        return 1000 * (len(self.captured) - self.freed if replay is None else 1)
 
-    def free(self):
-        Eager.freed += 1
-
-
-class NoTurns:
-    """In place of streams and events."""
-
-    def __init__(self, device):
-        self.device = device
-
-    def begin(self):
-        pass
-
-    end = begin
+    def free(self, replay=None):
+        self.freed += 1 if replay is not None else len(self.captured) - self.freed
 
 
 @pytest.fixture
-def captures(monkeypatch):
-    """Makes graphs of CPU models, and lists the buckets that were captured."""
-    seen = []
-
-    class Counted(Eager):
-        def __init__(self, encode, static, turns):
-            seen.append(static.bucket)
-            super().__init__(encode, static, turns)
-
+def graphs(monkeypatch):
+    """As fastbert.graphs; where there is no GPU over eager calls, which what it gives has as `eager`."""
     if not ON_GPU:
-        monkeypatch.setattr(cuda_graphs, "Captured", Counted)
-        monkeypatch.setattr(cuda_graphs, "Turns", NoTurns)
-        monkeypatch.setattr(cuda_graphs, "first_to_serve", lambda *args: fastbert.Backend.CPU)
-        monkeypatch.setattr(cuda_graphs, "GPU", "cpu")
-    Eager.freed = 0
-    return seen
+        monkeypatch.setattr(encoder, "first_to_serve", lambda *args: fastbert.Backend.CPU)
+
+    def make(model, **bounds):
+        if ON_GPU:
+            return fastbert.graphs(model, **bounds)
+        eager = Eager()
+        bounds = {"max_tokens": 8192, "max_graphs": 32, "max_memory": 2 << 30, **bounds}
+        made = GraphedEncoder(model, **bounds, make_graphs=lambda device: eager)
+        made.eager = eager
+        return made
+
+    return make
 
 
 def compare(found, model, arguments) -> None:
@@ -96,13 +88,13 @@ def to_device(inputs):
 
 def test_buckets_hold_their_batches_and_waste_at_most_a_third():
     for tokens in range(1, 5000):
-        bucket = bucket_of(tokens, 3, min(tokens, 100), False, 8192)
-        assert bucket.total_tokens >= tokens and bucket.max_seqlen >= min(tokens, 100) and bucket.batch_size == 4
-        assert bucket.total_tokens <= max(16, tokens * 3 / 2) or bucket.total_tokens <= 32
-    assert bucket_of(8192, 1, 512, True, 8192) == Bucket(8192, 1, 512, True)
-    assert bucket_of(40, 5, 9, False, 100) == Bucket(48, 8, 16, False)
-    assert bucket_of(0, 1, 0, False, 100) is None and bucket_of(101, 1, 101, False, 100) is None
-    assert len({bucket_of(n, 1, n, False, 8192).total_tokens for n in range(1, 8193)}) < 20
+        batch = Sizes(tokens, 3, min(tokens, 100))
+        bucket = bucket_for(batch, INFERENCE)
+        assert bucket.holds(batch) and bucket.batch_size == 8
+        assert bucket.total_tokens <= tokens * 3 / 2 or bucket.total_tokens <= 32
+    assert bucket_for(Sizes(8192, 1, 512), INFERENCE) == Sizes(8192, 8, 512)
+    assert bucket_for(Sizes(40, 5, 9), INFERENCE) == Sizes(48, 8, 16)
+    assert len({bucket_for(Sizes(n, 1, n), INFERENCE).total_tokens for n in range(1, 8193)}) <= 20
 
 
 def is_relative(model) -> bool:
@@ -120,27 +112,29 @@ def test_a_static_batch_gives_the_same_outputs(model_type, pattern):
     batch = make_batch(model.config, "right" if is_relative(model) else pattern)  # without holes: see the next test
     inputs = model.prepare(ModelInputs(**to_device(batch.inputs)))
     has_types = inputs.ids.token_type_ids is not None
-    bucket = bucket_of(inputs.batch.total_tokens, inputs.batch.batch_size, 11, has_types, 8192)
+    bucket = bucket_for(Sizes(inputs.batch.total_tokens, inputs.batch.batch_size, 11), INFERENCE)
     has_tasks = model.config.embeddings.task_type is not None
-    static = StaticBatch.empty(bucket, model.device, model.config.distances, has_tasks)
-    static.ids[:2].fill_(2)  # as an earlier batch left it
-    static.ids[2].fill_(max(0, model.config.type_vocab_size - 1))
+    static = StaticBatch(bucket, model.device, model.config.distances, has_types, has_tasks)
+    before = {"words": 2, "positions": 2, "types": max(0, model.config.type_vocab_size - 1)}
+    for name, value in before.items():  # as an earlier batch left it
+        static.ids.get(name, torch.empty(0)).fill_(value)
     static.fill(inputs)
-    assert static.cu_seqlens.tolist() == [*inputs.batch.cu_seqlens.tolist(), *[inputs.batch.total_tokens] * 2]
+    tokens, empty = inputs.batch.total_tokens, bucket.batch_size - inputs.batch.batch_size
+    assert static.cu_seqlens.tolist() == [*inputs.batch.cu_seqlens.tolist(), *[tokens] * empty]
     with torch.no_grad():
         found = model.encode(static.inputs()).packed[: inputs.batch.total_tokens]
         plain, oracle = (m.encode(inputs).packed for m in (model, copy.deepcopy(model).double()))
         assert_close_to_reference(found, oracle, plain, GRADIENT_FACTOR)
-        static.ids[:2, inputs.batch.total_tokens :] = 5
-        static.ids[2, inputs.batch.total_tokens :] = 0
+        for name, value in {"words": 5, "positions": 5, "types": 0}.items():
+            static.ids.get(name, torch.empty(0))[tokens:] = value
         assert torch.equal(found, model.encode(static.inputs()).packed[: inputs.batch.total_tokens])
 
 
 @of_few_kinds()
 @families_axis
-def test_padded_and_packed_calls(captures, model_type):
+def test_padded_and_packed_calls(graphs, model_type):
     model = make_model(model_type)
-    graphed = fastbert.graphs(model)
+    graphed = graphs(model)
     with torch.no_grad():
         for seed, pattern in enumerate(("right", "holes", "none", "right")):
             batch = make_batch(model.config, pattern, seed=seed)
@@ -157,13 +151,12 @@ def test_padded_and_packed_calls(captures, model_type):
                 out = graphed.encode_packed(**packed)
                 assert torch.equal(out, graphed(**packed).last_hidden_state) and graphed.why_eager is None
     assert graphed(**arguments, return_dict=False)[0].shape == found.last_hidden_state.shape
-    if not ON_GPU:
-        assert captures and len(captures) == len(set(captures)) == len(graphed.buckets)
+    assert graphed.buckets and (ON_GPU or len(graphed.eager.captured) == len(graphed.buckets))
 
 
-def test_an_output_survives_the_next_batch(captures):
+def test_an_output_survives_the_next_batch(graphs):
     model = make_model()
-    graphed = fastbert.graphs(model)
+    graphed = graphs(model)
     with torch.inference_mode():
         first = to_device(make_batch(model.config, "none").inputs)
         out = graphed(**first).last_hidden_state
@@ -174,68 +167,50 @@ def test_an_output_survives_the_next_batch(captures):
         assert torch.equal(graphed(**first).last_hidden_state, kept)
 
 
-def test_bounds_drop_the_least_recently_used(captures):
+def test_bounds_drop_the_least_recently_used(graphs):
     model = make_model()
-    ids = [torch.randint(1, 40, (batch, 8), device=DEVICE) for batch in (1, 2, 4, 8)]
-    graphed = fastbert.graphs(model, max_graphs=2)
+    ids = [torch.randint(1, 40, (batch, 8), device=DEVICE) for batch in (1, 3, 6, 12)]
+    graphed = graphs(model, max_graphs=2)
     with torch.no_grad():
         for i in (0, 1, 0, 2, 0, 3):
             graphed(ids[i])
-    assert [bucket.batch_size for bucket in graphed.buckets] == [1, 8]
-    by_memory = fastbert.graphs(model, max_memory=1)
+    assert [bucket.total_tokens for bucket in graphed.buckets] == [8, 96]
+    by_memory = graphs(model, max_memory=1)
     with torch.no_grad():
         for batch in ids:
             compare(by_memory(batch), model, {"input_ids": batch})
             assert len(by_memory.buckets) == 1  # the newest stays, whatever it holds
     by_memory.clear()
     assert by_memory.buckets == [] and by_memory.nbytes == 0
-    if not ON_GPU:
-        assert Eager.freed == 2 + 3 + 1
+    assert ON_GPU or (graphed.eager.freed, by_memory.eager.freed) == (2, 3 + 1)
 
 
-def test_graphs_of_one_encoder_share_their_turns(captures, monkeypatch):
-    """cuBLAS' scratch memory belongs to the stream of the capture: graphs that share it must wait for each other."""
-    seen = []
-    kept = cuda_graphs.Captured
-
-    def capture(encode, static, turns):
-        seen.append(turns)
-        return kept(encode, static, turns)
-
-    monkeypatch.setattr(cuda_graphs, "Captured", capture)
-    graphed = fastbert.graphs(make_model())
-    with torch.no_grad():
-        for batch_size in (1, 2, 4):
-            graphed(torch.randint(1, 40, (batch_size, 8), device=graphed.model.device))
-    assert len(seen) == 3 and len({id(turns) for turns in seen}) == 1
-
-
-def test_weights_may_change(captures):
+def test_weights_may_change(graphs):
     model = make_model()
-    graphed, ids = fastbert.graphs(model), torch.randint(1, 40, (2, 8), device=DEVICE)
+    graphed, ids = graphs(model), torch.randint(1, 40, (2, 8), device=DEVICE)
     norm = model.encoder.layer[0].output.LayerNorm
     with torch.no_grad():
         graphed(ids)
         norm.weight.mul_(2)  # in place: the graph reads the same memory
         compare(graphed(ids), model, {"input_ids": ids})
-        count = len(captures)
+        count = 0 if ON_GPU else len(graphed.eager.captured)
         norm.weight = torch.nn.Parameter(norm.weight * 3)  # replaced
         compare(graphed(ids), model, {"input_ids": ids})
         norm.weight.data = norm.weight.data.clone() / 2  # replaced behind the parameter, as model.to() does
         compare(graphed(ids), model, {"input_ids": ids})
-        captured_from = graphed._captured
+        captured_from = graphed._captured_from
         assert captured_from.is_same()
         norm.weight.data = norm.weight.data.view(torch.float16)  # the same address, another dtype
         assert not captured_from.is_same()
         norm.weight.data = norm.weight.data.view(torch.float32)
         model.encoder.layer[0] = copy.deepcopy(model.encoder.layer[1])
         compare(graphed(ids), model, {"input_ids": ids})
-    assert ON_GPU or len(captures) == count + 3
+    assert ON_GPU or len(graphed.eager.captured) == count + 3
 
 
-def test_what_cannot_go_through_a_graph_runs_as_the_model_does(captures):
+def test_what_cannot_go_through_a_graph_runs_as_the_model_does(graphs):
     model = make_model()
-    graphed = fastbert.graphs(model, max_tokens=32)
+    graphed = graphs(model, max_tokens=32)
     ids = torch.randint(1, 40, (2, 8), device=DEVICE)
 
     def reason(*args, **kwargs) -> str:
@@ -281,9 +256,9 @@ def test_without_a_gpu_everything_is_the_plain_model():
     assert graphed.why_eager == "the model is on cpu" and graphed.buckets == []
 
 
-def test_bad_input_is_refused_before_anything_is_copied(captures):
+def test_bad_input_is_refused_before_anything_is_copied(graphs):
     model = make_model()
-    graphed = fastbert.graphs(model)
+    graphed = graphs(model)
     ids = torch.randint(1, 40, (2, 8), device=DEVICE)
     with torch.no_grad():
         before = graphed(ids).last_hidden_state

@@ -149,6 +149,21 @@ def test_no_circle():
     assert circle_of({room: {may.split(".")[0] for may in allowed} for room, allowed in MAY_IMPORT.items()}) == []
 
 
+def test_no_circle_in_cpp():
+    """Of headers with the files that define what they declare."""
+    csrc = PACKAGE.parent / "csrc"
+    units: dict[str, set[str]] = {}
+    for path in sorted(csrc.rglob("*")):
+        if path.suffix in (".h", ".cpp", ".cu"):
+            own = str(path.relative_to(csrc).with_suffix(""))
+            for name in re.findall(r'^#include "([^"]+)"', path.read_text(encoding="utf-8"), re.MULTILINE):
+                found = (path.parent / name).resolve()
+                if found.is_relative_to(csrc):
+                    units.setdefault(own, set()).add(str(found.relative_to(csrc).with_suffix("")))
+    assert sum(map(len, units.values())) > 300
+    assert circle_of({unit: others - {unit} for unit, others in units.items()}) == []
+
+
 def test_the_map_names_nothing_that_is_gone():
     there = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
     assert set(MAY_IMPORT) == there

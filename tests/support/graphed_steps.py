@@ -8,10 +8,10 @@ import torch
 from family_configs import config_for
 
 import fastbert
+from fastbert.cuda_graphs.buckets import Sizes
 from fastbert.models.classes import CLASSES
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.graphed import GraphedStep
-from fastbert.training.graphed.buckets import Sizes
 from fastbert.training.optimizers import make_optimizer, parameter_groups
 
 SMALL = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "intermediate_size": 16}

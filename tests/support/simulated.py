@@ -14,7 +14,7 @@ from facts import LAUNCHING, files_of
 
 STAMP = ROOT / "tests" / "gpu" / "simulated.txt"
 SOURCES = (
-    "kernels/*.py", LAUNCHING, "fastbert/ops/seeds.py", "fastbert/cuda_graphs.py", "fastbert/training/flat.py",
+    "kernels/*.py", LAUNCHING, "fastbert/ops/seeds.py", "fastbert/cuda_graphs/*.py", "fastbert/training/flat.py",
     "fastbert/training/train_step.py", "fastbert/training/optimizers.py", "fastbert/training/graphed/*.py",
     "fastbert/training/finetuning/*.py", "fastbert/training/pretraining/*.py",
     "fastbert/testing/interpreter.py", "fastbert/testing/graphs.py", "fastbert/testing/reference.py",

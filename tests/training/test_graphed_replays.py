@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
+from dataclasses import replace
 
 import graphed_faults as faults
 import pytest
 import torch
 from graphed_steps import WORDS, batch, kept, make_step, run_step
+from host_syncs import HostSyncs
 from tape import TapeGraphs
+from training_runs import ALONE, OPTIONS, PHASE, make_loop, make_model
 
 from fastbert.backend import use_backend
 from fastbert.native.availability import triton_error
 from fastbert.testing.graphs import NoGraphs
 from fastbert.training.graphed import GraphedStep
+from fastbert.training.train_step import TrainStep
 
 pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
 KINDS = ("one batch", "accumulation", "two buckets")
@@ -79,3 +84,20 @@ def five_steps():
 def test_what_a_graph_would_repeat_wrongly_is_seen(fault, five_steps):
     losses, left = run(make_step(TapeGraphs(), fault), "one batch", 5)
     assert losses != five_steps[0] or not all(map(torch.equal, left, five_steps[1]))
+
+
+@pytest.mark.simulated
+def test_no_step_of_a_loop_waits(tmp_path):
+    """The device is never asked anything: not for a value, and not to be done."""
+    options = replace(OPTIONS, phases=(replace(PHASE, step_tokens=16, max_length=16),), workers=2)
+    loop = make_loop(tmp_path, options, model=make_model(num_hidden_layers=1))
+    step = TrainStep(loop.task, loop.model, loop.optimizer, ALONE, max_norm=1.0, bf16=False, graphs=TapeGraphs())
+    step._graphed.buckets.most = 1  # the largest: each takes a second to record
+    loop._step = step
+    loop.model.train()
+    with use_backend("triton"), closing(loop._epoch(options.phases[0])) as epoch:
+        for number in range(4):
+            with HostSyncs() as syncs:
+                loop.train_step(next(epoch))
+            assert number == 0 or syncs.found == [], number
+    assert not step.objections

@@ -21,13 +21,13 @@ from benchmarks.gpu.steps.batches import Texts, shrunk
 from benchmarks.gpu.steps.ways import MAX_NORM, graphs_on, op_by_op, plain_step
 from benchmarks.gpu.subject import FIELDS
 from fastbert.backend import use_backend
+from fastbert.cuda_graphs.buckets import Sizes
+from fastbert.cuda_graphs.capture import Graphs
 from fastbert.packed_inputs import PackedInputs
 from fastbert.testing.cases import RAGGED_32
 from fastbert.testing.graphs import NoGraphs
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 from fastbert.training.graphed import GraphedStep
-from fastbert.training.graphed.buckets import Sizes
-from fastbert.training.graphed.capture import Graphs
 from fastbert.training.optimizers import make_optimizer, parameter_groups
 
 STEPS, LOOP_STEPS = 50, 6
@@ -66,7 +66,7 @@ class CountedGraphs:
     def __init__(self, graphs: Graphs):
         self.graphs, self.captures, self.replays = graphs, 0, 0
         self.unsupported, self.warm = graphs.unsupported, graphs.warm
-        self.nbytes, self.free = graphs.nbytes, graphs.free
+        self.begin, self.end, self.nbytes, self.free = graphs.begin, graphs.end, graphs.nbytes, graphs.free
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         self.captures += 1

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fastbert.backend import FUSED, SUPPORTS
+from fastbert.cuda_graphs.capture import CudaGraphs, Graphs
 from fastbert.testing.graphs import NoGraphs
-from fastbert.training.graphed.capture import CudaGraphs, Graphs
 from fastbert.training.optimizers import clip_and_step
 
 MAX_NORM = 1.0
@@ -56,7 +56,7 @@ def layers_seen() -> Iterator[list[int]]:
 
 def graphs_on(device: torch.device) -> Graphs:
     """A GPU's own; elsewhere, for smoke tests, what runs each time what they would repeat."""
-    return CudaGraphs() if device.type == "cuda" else NoGraphs()
+    return CudaGraphs(device) if device.type == "cuda" else NoGraphs()
 
 
 def plain_step(

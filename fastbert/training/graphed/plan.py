@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from fastbert.cuda_graphs.buckets import Buckets, Sizes
 from fastbert.data.batches import StepSampler
 from fastbert.data.loader import dataset_of
 from fastbert.packed_inputs import PackedInputs
-from fastbert.training.graphed.buckets import Buckets, Sizes
 
 LOOKED_AT = 512  # steps of an epoch at most, from all of it
 

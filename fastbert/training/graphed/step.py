@@ -7,7 +7,7 @@ divided by; rates and corrections of AdamW; where the loss is written. The graph
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -18,14 +18,15 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.backend import _choice
+from fastbert.cuda_graphs.blocks import Form, Staged, stage
+from fastbert.cuda_graphs.buckets import Buckets, Sizes
+from fastbert.cuda_graphs.capture import CudaGraphs, Graphs, Replay
 from fastbert.errors import InputError
 from fastbert.layers.fingerprint import ModuleFingerprint
 from fastbert.layers.leaves import HOOKS, has_global_hooks
 from fastbert.models.base import held_models
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.flat import ONE_PASS, FlatOptimizer, optimizer_unsupported
-from fastbert.training.graphed.buckets import Bounds, Buckets, Form, Sizes, Staged, stage
-from fastbert.training.graphed.capture import CudaGraphs, Graphs
 from fastbert.training.graphed.losses import LossRing
 from fastbert.training.optimizers import clip_and_step
 
@@ -35,11 +36,27 @@ _REQUIRES_GRAD, _HOOKS = attrgetter("requires_grad"), attrgetter("_backward_hook
 _LATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
+class Bounds:
+    """Of ids and labels, by name, the smallest and the largest that a model has compared with its tables."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, tuple[int, int]] = {}
+
+    def hold(self, batch: Mapping[str, tuple[int, int]]) -> bool:
+        seen = self.of
+        return all(n in seen and seen[n][0] <= low and high <= seen[n][1] for n, (low, high) in batch.items())
+
+    def widen(self, batch: Mapping[str, tuple[int, int]]) -> None:
+        for name, (low, high) in batch.items():
+            first = self.of.get(name, (low, high))
+            self.of[name] = min(first[0], low), max(first[1], high)
+
+
 class _Captured(NamedTuple):
     """A bucket's graph. rows: the seeds' memory that it reads."""
 
     block: torch.Tensor
-    replay: Callable[[], None]
+    replay: Replay
     rows: torch.Tensor
 
 
@@ -65,11 +82,11 @@ class GraphedStep:
         self.why_eager: str | None = None
         self.buckets, self.losses_kept = Buckets(_position_limit(model)), LossRing(self.device)
         self._bounds = Bounds()
-        self._graphs: Graphs = CudaGraphs() if graphs is None else graphs
+        self._graphs: Graphs = CudaGraphs(self.device) if graphs is None else graphs
         self._seeds, self._said = ops.StepSeeds(self.device), set[str]()
         self._flat: FlatOptimizer | None = None
         self._captured: dict[Form, _Captured] = {}
-        self._optimize: Callable[[], None] | None = None
+        self._optimize: Replay | None = None
         self._looked_at: tuple | None = None
         self._fingerprint: ModuleFingerprint | None = None
         self._unsupported: str | None = None
@@ -81,7 +98,7 @@ class GraphedStep:
 
     def __call__(
         self,
-        batches: PackedInputs | Staged | Sequence[PackedInputs | Staged],
+        batches: PackedInputs | Sequence[PackedInputs],
         totals: Sequence[float] = (),
         *,
         seed: int | None = None,
@@ -94,13 +111,13 @@ class GraphedStep:
         step; a loop that knows better saves half of the host's time. Raises InputError before anything of the batch is
         launched, and leaves no gradient: an id that the model does not have, a model that has moved.
         """
-        given = [batches] if isinstance(batches, (PackedInputs, Staged)) else list(batches)
+        given = [batches] if isinstance(batches, PackedInputs) else list(batches)
         if looks or self._fingerprint is None:
             self._look(len(totals))
         self.why_eager = self._unsupported
         if self.why_eager is not None:
             self._say(self.why_eager)
-            self._run_op_by_op([self._opened(batch) for batch in given], totals, seed)
+            self._run_op_by_op(given, totals, seed)
             return
         assert self._flat is not None
         if looks:
@@ -140,11 +157,10 @@ class GraphedStep:
         sizes = ", ".join(str(bucket.total_tokens) for bucket in self.buckets.sizes)
         return f"{graphs} graphs of {sizes} tokens, {megabytes:.0f} MB"
 
-    def _run_part(self, batch: PackedInputs | Staged, seed: int) -> None:
+    def _run_part(self, batch: PackedInputs, seed: int) -> None:
         """Forward and backward of one batch."""
-        staged = batch if isinstance(batch, Staged) else self._staged(batch)
+        staged = self._staged(batch)
         if staged is None:
-            assert isinstance(batch, PackedInputs)
             self.why_eager = f"no bucket holds {Sizes.of(batch)}, and there are {len(self.buckets.sizes)} already"
             self._say(self.why_eager, "no bucket")
             self._seeds.begin(seed)
@@ -170,8 +186,7 @@ class GraphedStep:
         )
         if bucket is None:
             return None
-        staged = stage(packed, bucket)
-        return staged._replace(block=staged.block.pin_memory()) if self.device.type == "cuda" else staged
+        return stage(packed, bucket, pinned=self.device.type == "cuda")
 
     def _accumulate(self, inputs: PackedInputs) -> None:
         """Add a batch's gradients and its loss to those of the step. This is what is captured."""
@@ -215,7 +230,7 @@ class GraphedStep:
         flat.count_step()
         self.losses_kept.count_step()
 
-    def _capture_optimizer(self, flat: FlatOptimizer) -> Callable[[], None]:
+    def _capture_optimizer(self, flat: FlatOptimizer) -> Replay:
         def run() -> None:
             flat.step(self.max_norm)
             self.losses_kept.end_step()
@@ -250,9 +265,6 @@ class GraphedStep:
         self.losses_kept.end_step()
         self.losses_kept.count_step()
 
-    def _opened(self, batch: PackedInputs | Staged) -> PackedInputs:
-        return batch if isinstance(batch, PackedInputs) else batch.form.read(batch.block, batch.bounds)
-
     def _say(self, reason: str, about: str = "") -> None:
         """Once for each reason; once for all reasons that are about one thing."""
         if (about or reason) not in self._said:
@@ -271,7 +283,7 @@ class GraphedStep:
         self._captured.clear()
         self._graphs.free()
         self._optimize, self._bounds = None, Bounds()
-        self._fingerprint = _look_at(self.model)
+        self._fingerprint = ModuleFingerprint.of_all(self.model, HOOKS, HOOKS, "training", "sparse")
         self._parameters = list(self.model.parameters())
         self._seen = self._look_at_hooks(self._fingerprint)
         self._unsupported = self._find_unsupported()
@@ -342,14 +354,3 @@ def _position_limit(model: nn.Module) -> int | None:
     """Of the sequences of all of fastbert's models in this one."""
     limits = [held.base_model.table_sizes().longest(held.config) for held in held_models(model)]
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _look_at(model: nn.Module) -> ModuleFingerprint:
-    """All that a captured step has written down of a model."""
-    fingerprint = ModuleFingerprint(model, with_memory=True)
-    for module in model.modules():
-        fingerprint.watch(module, HOOKS)
-        fingerprint.hold(module.__dict__, "training", "sparse")
-        if module._modules:
-            fingerprint.watch_children(module)
-    return fingerprint
