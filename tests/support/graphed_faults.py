@@ -111,9 +111,9 @@ class LoggedOutput(GraphedStep):
 class BatchReplaced(GraphedStep):
     """A step reads the memory that its batch came in, and not its bucket's."""
 
-    def _run_part(self, batch, seed):
-        self.staged = self._staged(batch)
-        super()._run_part(self.staged, seed)
+    def _staged(self, packed):
+        self.staged = super()._staged(packed)
+        return self.staged
 
     def _accumulate(self, inputs):
         super()._accumulate(self.staged.form.read(self.staged.block, self.staged.bounds))
