@@ -28,7 +28,9 @@ from fastbert.training.optimizers import make_optimizer, parameter_groups
 from fastbert.training.schedules import Schedule
 from fastbert.training.task import Phase
 
-STEPS = 3
+STEPS, RATE = 3, 3e-3
+# Softmax over the places of a text does not see it: its gradient is rounding, of which Adam makes steps of any sign.
+UNSEEN = "qa_outputs.bias"
 # How many batches a rank makes of its share: "ranking" in two is cached gradients, and "masked" accumulation.
 PARTS = {"classes": (1,), "tags": (1,), "answers": (1,), "ranking": (1, 2), "masked": (2,)}
 TWO_MODELS = {"rtd": (1,), "distil": (1,)}
@@ -48,7 +50,7 @@ class Run(NamedTuple):
         phase = Phase(STEPS, 10_000, max_examples=4, max_length=24)
         options = LoopOptions((phase,), self.parts, save_every=0, log_every=1)
         wrapped = wrap(task.model, world, self.wrapping, bf16=False)
-        optimizer = make_optimizer("adamw", parameter_groups(task.model, 3e-3), (0.9, 0.98), 1e-6)
+        optimizer = make_optimizer("adamw", parameter_groups(task.model, RATE), (0.9, 0.98), 1e-6)
         loop = Loop(task, wrapped, 32, optimizer, Schedule(optimizer, "linear", 9, 1), world, self.folder, options)
         loop.run()
         whole = get_model_state_dict(loop.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -93,7 +95,8 @@ def check(folder: Path, tasks: dict[str, tuple[int, ...]], wrapping: str, backen
         weights, right = torch.load(run.folder / "weights.pt"), torch.load(one.folder / "weights.pt")
         assert weights.keys() == right.keys()
         for name, weight in right.items():  # Adam divides by the gradients' size: those of rounding differ by more
-            assert (weights[name] - weight).abs().max() <= 1e-4, (run, name)
+            bound = STEPS * RATE if name == UNSEEN else 1e-4
+            assert (weights[name] - weight).abs().max() <= bound, (run, name)
 
 
 def marks(backend: str) -> list[pytest.MarkDecorator]:
