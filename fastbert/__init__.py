@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from fastbert.acceleration.status import status as status
     from fastbert.backend import Backend as Backend
     from fastbert.backend import use_backend as use_backend
+    from fastbert.backend_report import backends as backends
     from fastbert.bulk.ray_engine import ray_encode as ray_encode
     from fastbert.config import EncoderConfig as EncoderConfig
     from fastbert.cuda_graphs import graphs as graphs
@@ -40,7 +41,6 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from fastbert.models.baby import baby_config as baby_config
     from fastbert.models.classes import *  # noqa: F403
     from fastbert.models.joint_electra import ElectraForJointPreTraining as ElectraForJointPreTraining
-    from fastbert.ops.report import backends as backends
     from fastbert.packed_inputs import PackedInputs as PackedInputs
     from fastbert.packed_inputs import pack_inputs as pack_inputs
     from fastbert.packed_weights import repack as repack
@@ -86,7 +86,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "fastbert.data.windows": ("Windows",),
     "fastbert.errors": ("BackendError", "CheckpointError", "ConfigError", "InputError"),
     "fastbert.master_weights": ("MasterWeights",),
-    "fastbert.ops.report": ("backends",),
+    "fastbert.backend_report": ("backends",),
     "fastbert.packed_inputs": ("PackedInputs", "pack_inputs"),
     "fastbert.packed_weights": ("repack",),
     "fastbert.packing": ("PackedBatch", "check_inputs"),

@@ -72,7 +72,7 @@ def keep_packed_only(model: nn.Module | HasModel) -> None:
     if not freed:
         return
     from fastbert import _C
-    from fastbert.ops.packed_only import pack_only
+    from fastbert.ops.linear.packed_only import pack_only
 
     _forget(module)  # of what was kept of the layers, the weights are a part
     while freed:

@@ -77,7 +77,7 @@ def _adamw_kernel(
 
 
 def adamw_flat(addresses, counts, groups, gradients, means, squares, numbers, beta1, beta2, eps, max_norm):
-    """-> the gradients' norm (), fp32; the schema in fastbert/ops/adamw_flat.py."""
+    """-> the gradients' norm (), fp32; the schema in fastbert/ops/optim/adamw_flat.py."""
     num_blocks, num_groups = addresses.shape[0], (numbers.shape[0] - 2) // 2
     norm = gradients.new_full((2,), float("nan"))
     if num_blocks == 0:

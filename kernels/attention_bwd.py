@@ -327,7 +327,7 @@ def attention_bwd(
     dout, q, k, v, out, softmax_stats, tiles, philox, window_positions, tile, softmax_scale, dropout_p, window_size,
     cos, sin, interleaved, by_token,
 ):  # fmt: skip
-    """dout as out -> dqkv (total_tokens, heads of q, k and v, head_dim); the schema in fastbert/ops/attention.py."""
+    """dout as out -> dqkv (total_tokens, heads of q, k and v, head_dim); the schema in ops/attention/attention.py."""
     dout, q, k, v = rows_whole(dout), rows_whole(q), rows_whole(k), rows_whole(v)
     total_tokens, num_heads, head_dim = q.shape
     heads = (num_heads, num_kv_heads := k.shape[1])

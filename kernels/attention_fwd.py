@@ -141,7 +141,7 @@ def fwd_launch(num_tiles, total_tokens, strides, return_stats, major, element_si
 def attention_fwd(
     q, k, v, tiles, philox, window_positions, tile, softmax_scale, dropout_p, window_size, return_stats
 ):  # fmt: skip
-    """q, k, v (total_tokens, their heads, head_dim) -> out, softmax_stats; the schema in fastbert/ops/attention.py."""
+    """q, k, v (total_tokens, their heads, head_dim) -> out, softmax_stats; the schema in ops/attention/attention.py."""
     q, k, v = rows_whole(q), rows_whole(k), rows_whole(v)
     total_tokens, num_heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

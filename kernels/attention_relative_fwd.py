@@ -194,7 +194,7 @@ def attention_relative_fwd(
     q, k, v, rows, key, query, bias, tiles, offsets, index, philox, window_positions, tile, softmax_scale, dropout_p,
     window_size, return_stats,
 ):  # fmt: skip
-    """q, k, v (total_tokens, num_heads, head_dim) -> out, softmax_stats; the schema in ops/_relative_triton.py."""
+    """q, k, v (total_tokens, num_heads, head_dim) -> out, softmax_stats; schema: ops/attention/relative_triton.py."""
     q, k, v = (rows_whole(t) for t in (q, k, v))
     new = q.new_empty if index is None else q.new_zeros  # slack has no place in a sequence
     out = new(q.shape)

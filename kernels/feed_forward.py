@@ -222,7 +222,7 @@ def activation_bwd(dinner, pre, dpre, inner, shares, activation, gated, needs_db
 
 
 def feed_forward(x, up_weight, up_bias, down_weight, gate_weight, gate_bias, activation, gated, return_pre):
-    """x (total_tokens, hidden_size) -> out, pre; the schema in fastbert/ops/feed_forward.py."""
+    """x (total_tokens, hidden_size) -> out, pre; the schema in fastbert/ops/linear/feed_forward.py."""
     M, K, N = x.shape[0], x.shape[1], down_weight.shape[1]
     width = 2 * N if gated else N
     if M == 0 or N == 0:
@@ -263,7 +263,7 @@ def _product(x, weight, bias, out):
 def feed_forward_bwd(
     dout, x, pre, up_weight, down_weight, gate_weight, activation, gated, needs_dx, needs_dweight, needs_dbias
 ):
-    """dout as out -> dx, dups, dup_biases, ddown_weight; the schema in fastbert/ops/feed_forward.py."""
+    """dout as out -> dx, dups, dup_biases, ddown_weight; the schema in fastbert/ops/linear/feed_forward.py."""
     M, N, K, width = pre.shape[0], down_weight.shape[1], dout.shape[1], pre.shape[1]
     ups = (up_weight,) if gate_weight is None else (gate_weight, up_weight)
     if M == 0 or N == 0:

@@ -39,7 +39,7 @@ _MERGE = Launches(
 
 
 def merge_matrices(addresses, counts, places, like, is_aligned, merged):
-    """The schema in fastbert/ops/_merged_weights.py."""
+    """The schema in fastbert/ops/layers/gpu/merged_weights.py."""
     if addresses.shape[0]:
         with torch.cuda.device_of(addresses):
             launch = _MERGE.bind(_merge_kernel, (is_aligned,), (addresses.shape[0],))

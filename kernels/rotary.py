@@ -135,7 +135,7 @@ def blocks(half: int, tile: int) -> tuple[int, int, int]:
 
 
 def rotary(q, k, cos, sin, tiles, tile, interleaved=False, by_token=False):
-    """q, k (total_tokens, their heads, head_dim) -> both rotated, contiguous; the schema in fastbert/ops/rotary.py."""
+    """q, k (total_tokens, their heads, head_dim) -> both rotated, contiguous; schema: ops/attention/rotary.py."""
     q, k = rows_whole(q), rows_whole(k)
     q_out, k_out = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k))
     _launch(q, k, q_out, k_out, cos, sin, tiles, tile, interleaved, by_token, inverse=False)

@@ -106,7 +106,7 @@ def _feed_forward_features(where: Where, plan: object) -> Checks:
     yield "no bias", partial(feed_forward_case, where, plan, shape, "gelu", False)
 
     def isolation() -> None:
-        # On a CPU torch's own products may mix rows of other sizes, with AMX (fastbert/ops/_linear_torch.py):
+        # On a CPU torch's own products may mix rows of other sizes, with AMX (fastbert/ops/linear/torch_backend.py):
         # that is no fault of the kernels under test, which run in the interpreter there.
         sizes = (17, 32, 64) if where.device.type == "cpu" else shape
         with planned(plan):

@@ -133,7 +133,7 @@ class Batch:
         )
 
     def tile_of(self, candidate: Candidate | None) -> int:
-        choose = importlib.import_module("fastbert.ops.attention")._tile
+        choose = importlib.import_module("fastbert.ops.attention.attention")._tile
         tile: int = choose(self.head_dim, self.length, False) if candidate is None else candidate.tile
         return tile
 

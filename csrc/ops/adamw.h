@@ -1,4 +1,4 @@
-// The registered operators adamw_cpu and adamw_deferred_cpu (fastbert/ops/adamw.py has their schemas).
+// The registered operators adamw_cpu and adamw_deferred_cpu (fastbert/ops/optim/adamw.py has their schemas).
 #pragma once
 
 #include <vector>

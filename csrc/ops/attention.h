@@ -1,4 +1,4 @@
-// The registered attention operators of the CPU backend; fastbert/ops/attention.py has their schemas.
+// The registered attention operators of the CPU backend; fastbert/ops/attention/attention.py has their schemas.
 #pragma once
 
 #include <tuple>

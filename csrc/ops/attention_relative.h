@@ -1,4 +1,4 @@
-// The registered operators of attention with relative terms; fastbert/ops/_attention_relative.py has their schemas.
+// The registered operators of attention with relative terms; fastbert/ops/attention/relative_cpu.py has their schemas.
 #pragma once
 
 #include <tuple>

@@ -1,5 +1,5 @@
 // A whole encoder, from ids to its last hidden states or to what is pooled of them, for inference: the registered
-// operators of the CPU backend, whose schemas are in fastbert/ops/encoder.py.
+// operators of the CPU backend, whose schemas are in fastbert/ops/layers/encoder.py.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // Whole layers, for inference: the registered encoder_layers operator of the CPU backend, whose schema is in
-// fastbert/ops/encoder_layers.py, and what it runs.
+// fastbert/ops/layers/encoder_layers.py, and what it runs.
 #pragma once
 
 #include <optional>
@@ -11,7 +11,7 @@
 
 namespace fastbert {
 
-// What layers are made of; of each list, what fastbert/ops/encoder_layers.py says.
+// What layers are made of; of each list, what fastbert/ops/layers/encoder_layers.py says.
 struct LayerStack {
   const List<Array>&weights, &biases, &weight_scales, &input_scales, &norms;
   Activation activation;

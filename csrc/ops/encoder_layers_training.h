@@ -1,4 +1,4 @@
-// The registered encoder_layers operators of the CPU backend for training; fastbert/ops/encoder_layers.py has their
+// The registered encoder_layers operators of the CPU backend for training; fastbert/ops/layers/encoder_layers.py has their
 // schemas.
 #pragma once
 

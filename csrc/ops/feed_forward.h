@@ -1,4 +1,4 @@
-// The registered feed-forward operators of the CPU backend; fastbert/ops/feed_forward.py has their schemas.
+// The registered feed-forward operators of the CPU backend; fastbert/ops/linear/feed_forward.py has their schemas.
 #pragma once
 
 #include <string>

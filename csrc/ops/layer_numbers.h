@@ -1,4 +1,4 @@
-// Written by fastbert.ops.layer_numbers.write, whose LayerNumbers says what these are.
+// Written by fastbert.ops.layers.layer_numbers.write, whose LayerNumbers says what these are.
 #pragma once
 
 #include <cstddef>

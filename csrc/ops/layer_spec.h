@@ -1,4 +1,4 @@
-// What a layer computes, and what it runs on: what fastbert/ops/encoder_layers.py makes lists of.
+// What a layer computes, and what it runs on: what fastbert/ops/layers/encoder_layers.py makes lists of.
 #pragma once
 
 #include <array>
@@ -33,7 +33,7 @@ struct LayerSpec : LayerNumbers {
   }
 };
 
-// What the layers of a call share, beside cu_seqlens: see fastbert/ops/encoder_layers.py.
+// What the layers of a call share, beside cu_seqlens: see fastbert/ops/layers/encoder_layers.py.
 struct AttentionTables {
   const std::vector<Array>& rotary;
   const std::vector<int64_t>& rotary_layouts;

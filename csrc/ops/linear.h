@@ -1,4 +1,4 @@
-// The registered linear operators of the CPU backend; fastbert/ops/linear.py has their schemas.
+// The registered linear operators of the CPU backend; fastbert/ops/linear/linear.py has their schemas.
 #pragma once
 
 #include <string>

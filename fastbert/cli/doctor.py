@@ -162,7 +162,7 @@ def _backend_table(device: str) -> list[str]:
     import torch
 
     from fastbert.backend import Backend, asked_for
-    from fastbert.ops.report import backends
+    from fastbert.backend_report import backends
 
     reports = {dtype: backends(device, dtype) for dtype in (torch.float32, torch.bfloat16)}
     groups = [list(reports)] if reports[torch.float32] == reports[torch.bfloat16] else [[dtype] for dtype in reports]

@@ -14,8 +14,8 @@ from weakref import ref
 import torch
 from torch import nn
 
-from fastbert import ops
 from fastbert.layers.leaves import ATTRIBUTES, FORWARD, FORWARD_HOOKS, child_of, has_global_hooks, in_use
+from fastbert.native.dict_entries import dict_entries
 
 _DTYPE = attrgetter("dtype")
 
@@ -39,7 +39,7 @@ class ModuleFingerprint:
         self._others: tuple[list[dict], list[str], list[Any]] = [], [], []
         self._absent: tuple[list[dict], list[str]] = [], []  # hooks, of which there were none
         self._was_hooked = False
-        self._entries = ops.dict_entries()
+        self._entries = dict_entries()
         self._held: set[tuple[int, str]] = set()
         self.modules: list[nn.Module] = []  # without the root
         self._kinds: list[type] = []  # of those modules

@@ -1,28 +1,27 @@
 """The op level: functions over tensors, no nn.Module, no config. One contract, one oracle, several backends each."""
 
-import fastbert.ops.encoder_layers_training  # noqa: F401  (which registers its fused op)
+import fastbert.ops.layers.encoder_layers_training  # noqa: F401  (which registers its fused op)
 
 # Layers, models and accelerate know no backend, and call these.
 from fastbert.backend import transform_unsupported, try_fused, warn_of_missing_kernels
 from fastbert.ops._common import at_least_fp32, compute_dtype
-from fastbert.ops.adamw import DeferredRows, adamw, adamw_deferred
-from fastbert.ops.adamw_flat import FlatState, adamw_flat, step_numbers
-from fastbert.ops.attention import attention, attention_from_probs, attention_probs
-from fastbert.ops.dict_entries import dict_entries
+from fastbert.ops.attention.attention import attention, attention_from_probs, attention_probs
+from fastbert.ops.attention.relative import Relative
+from fastbert.ops.attention.rotary import Rotary, rotate
 from fastbert.ops.dropout import dropout
 from fastbert.ops.embedding import embed_layer_norm
-from fastbert.ops.encoder import EncoderOperands, HeldEncoder
-from fastbert.ops.encoder_layers import LayerOperands, LayerWeights, LinearWeights, NormWeights
-from fastbert.ops.feed_forward import activation, feed_forward
 from fastbert.ops.layer_norm import add_layer_norm, add_rms_norm, rms_norm
-from fastbert.ops.linear import linear, linears, multiplies_bf16, repack
+from fastbert.ops.layers.encoder import EncoderOperands, HeldEncoder
+from fastbert.ops.layers.encoder_layers import LayerOperands, LayerWeights, LinearWeights, NormWeights
+from fastbert.ops.linear.feed_forward import activation, feed_forward
+from fastbert.ops.linear.linear import linear, linears, multiplies_bf16, repack
+from fastbert.ops.linear.recorded_writes import only_recorded_writes
 from fastbert.ops.loss import MaskedLMOperands, cross_entropy, logits_cross_entropy, sequence_cross_entropy
 from fastbert.ops.normalize import normalize
+from fastbert.ops.optim.adamw import DeferredRows, adamw, adamw_deferred
+from fastbert.ops.optim.adamw_flat import FlatState, adamw_flat, step_numbers
 from fastbert.ops.packing import pack, unpack
 from fastbert.ops.pooling import pooling
-from fastbert.ops.promises import only_recorded_writes
-from fastbert.ops.relative import Relative
-from fastbert.ops.rotary import Rotary, rotate
 from fastbert.ops.seeds import StepSeeds, seeds_from, with_same_seeds
 
 __all__ = [
@@ -50,7 +49,6 @@ __all__ = [
     "attention_probs",
     "compute_dtype",
     "cross_entropy",
-    "dict_entries",
     "dropout",
     "embed_layer_norm",
     "feed_forward",

@@ -19,10 +19,10 @@ from fastbert.ops._common import (
     needs_grad,
     triton_unsupported,
 )
-from fastbert.ops._linear_torch import ACTIVATIONS_BACKWARD, activation_torch, product
-from fastbert.ops.encoder_layers import LinearWeights, NormWeights
 from fastbert.ops.layer_norm import norm_alone, norm_alone_backward
-from fastbert.ops.linear import linear, supports_gemm_cpu
+from fastbert.ops.layers.encoder_layers import LinearWeights, NormWeights
+from fastbert.ops.linear.linear import linear, supports_gemm_cpu
+from fastbert.ops.linear.torch_backend import ACTIVATIONS_BACKWARD, activation_torch, product
 from fastbert.ops.packing import check_offsets_on_cpu, int32_offsets, token_sequences
 
 # The loss over labelled tokens and, unless needs_grad is False, its gradients for a dloss of 1.

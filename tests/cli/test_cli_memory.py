@@ -20,7 +20,7 @@ LINEARS = 12  # of tiny's two layers
 @pytest.fixture
 def packed(monkeypatch) -> list[torch.Size]:
     """The shapes of the weights of which nothing but a packed copy is left."""
-    from fastbert.ops import packed_only
+    from fastbert.ops.linear import packed_only
 
     made, pack_only = [], packed_only.pack_only
 

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from fastbert import ops
 from fastbert.layers.fingerprint import ModuleFingerprint, TreeCache, forget_all
 from fastbert.layers.leaves import ATTRIBUTES, HOOKS, is_plain
 from fastbert.layers.quantized import QuantizedLinear
-from fastbert.ops.dict_entries import PYTHON, dict_entries
+from fastbert.native.dict_entries import PYTHON, dict_entries
 
 
 def make() -> nn.Module:
@@ -74,7 +73,7 @@ def test_every_attribute_of_the_list_is_tried():
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_change_is_seen(change, native, monkeypatch):
     if not native:  # as where there is no extension
-        monkeypatch.setattr(ops, "dict_entries", lambda: PYTHON)
+        monkeypatch.setattr("fastbert.layers.fingerprint.dict_entries", lambda: PYTHON)
     root = make()
     fingerprint = look_at(root)
     assert fingerprint.is_current() and fingerprint.is_same()

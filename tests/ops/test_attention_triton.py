@@ -25,8 +25,8 @@ from seeds import manual_seed
 from test_attention import ADVERSARIAL
 
 from fastbert.ops import attention
-from fastbert.ops._attention_tiles import tiles_of
-from fastbert.ops.attention import _tile
+from fastbert.ops.attention.attention import _tile
+from fastbert.ops.attention.tiles import tiles_of
 from fastbert.testing import reference
 from fastbert.testing.cases import LENGTHS, Lengths
 from fastbert.testing.numerics import assert_close_to_reference

@@ -70,7 +70,7 @@ OF_OTHERS = {
     "DeferredRows", "EncoderOperands", "FlatState", "HeldEncoder",
     "LayerOperands", "LayerWeights", "LinearWeights", "MaskedLMOperands", "NormWeights", "Relative",
     "Rotary", "StepSeeds",
-    "adamw", "adamw_deferred", "adamw_flat", "dict_entries",
+    "adamw", "adamw_deferred", "adamw_flat",
     "linears", "multiplies_bf16", "only_recorded_writes", "repack", "rms_norm", "rotate", "seeds_from",
     "step_numbers", "transform_unsupported", "try_fused", "warn_of_missing_kernels", "with_same_seeds",
 }  # fmt: skip

@@ -12,7 +12,7 @@ from trained_layers import MODES, check, masks
 
 from fastbert.backend import use_backend
 from fastbert.native.availability import triton_error
-from fastbert.ops import encoder_layers_training_gpu as gpu
+from fastbert.ops.layers.gpu import encoder_layers_training as gpu
 
 pytestmark = [
     pytest.mark.full,  # the operators take a while to compile here

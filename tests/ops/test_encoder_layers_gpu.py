@@ -26,7 +26,7 @@ from trained_layers import MODES, Several, assert_same, check, differentiate, ma
 from fastbert import ops
 from fastbert.backend import Backend, use_backend
 from fastbert.native.availability import triton_error
-from fastbert.ops import encoder_layers_training_gpu as gpu
+from fastbert.ops.layers.gpu import encoder_layers_training as gpu
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))

@@ -27,7 +27,7 @@ from trained_layers import MODES, Several, assert_same, check, differentiate, ma
 
 from fastbert import ops
 from fastbert.native.availability import extension_error
-from fastbert.ops.layer_numbers import LayerNumbers
+from fastbert.ops.layers.layer_numbers import LayerNumbers
 
 pytestmark = pytest.mark.skipif(extension_error() is not None, reason=str(extension_error()))
 

@@ -21,7 +21,7 @@ from fastbert.testing import interpreter, interpreter_speed
 if sys.argv[1] == "as-it-is":
     interpreter.quicken_triton_interpreter = lambda module: None
 interpreter.mend_triton_interpreter()
-from fastbert.ops.attention import attention
+from fastbert.ops.attention.attention import attention
 from fastbert.ops.layer_norm import add_layer_norm
 language = {name: id(value) for module in (tl, tl.core) for name, value in vars(module).items()}
 torch.manual_seed(0)

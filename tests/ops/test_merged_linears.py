@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastbert import ops
 from fastbert.backend import use_backend
-from fastbert.ops.report import backends
+from fastbert.backend_report import backends
 from fastbert.testing import reference
 
 MERGING = "triton"
@@ -24,7 +24,7 @@ ROWS = 11
 @pytest.fixture(autouse=True)
 def merged(monkeypatch) -> Iterator[ModuleType]:
     """The module, where inference merges few rows too; the fused op is Triton's: on a CPU it has to be asked for."""
-    module = sys.modules["fastbert.ops.linear"]  # the package's attribute of this name is the function
+    module = sys.modules["fastbert.ops.linear.linear"]  # the package's attribute of this name is the function
     monkeypatch.setattr(module, "_MERGED_TOKENS", ROWS)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with use_backend(MERGING):

@@ -9,8 +9,8 @@ from seeds import torch_generator
 
 from fastbert import ops
 from fastbert.native.availability import extension_error, triton_error
-from fastbert.ops import _attention_torch
-from fastbert.ops.attention import AttentionOptions
+from fastbert.ops.attention import torch_backend
+from fastbert.ops.attention.attention import AttentionOptions
 from fastbert.testing import reference
 from fastbert.testing.cases import DTYPES, LENGTHS, Lengths
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
@@ -60,7 +60,7 @@ def test_attention_as_it_is_traced(case, dtype):
     """The form that torch.compile takes is another: one padded rectangle."""
     cu_seqlens, longest = case.cu_seqlens, max(case.lengths)
     check_attention(
-        lambda q, k, v: _attention_torch._attention_padded(
+        lambda q, k, v: torch_backend._attention_padded(
             q, k, v, cu_seqlens, longest, None, AttentionOptions(32**-0.5), None
         ),
         lambda q, k, v: reference.attention(q, k, v, cu_seqlens),
@@ -73,7 +73,7 @@ def test_attention_as_it_is_traced(case, dtype):
 def test_attention_with_scores_in_several_pieces(dtype, monkeypatch):
     """Scores are written down in pieces that fit the cache: here two heads at a time, and a remainder."""
     case = LENGTHS[3]
-    monkeypatch.setattr(_attention_torch, "_SCORE_BYTES", 2 * 41 * 41 * dtype.itemsize)
+    monkeypatch.setattr(torch_backend, "_SCORE_BYTES", 2 * 41 * 41 * dtype.itemsize)
     check_attention(
         lambda q, k, v: ops.attention(q, k, v, case.cu_seqlens, max(case.lengths), backend="torch"),
         lambda q, k, v: reference.attention(q, k, v, case.cu_seqlens),
@@ -111,7 +111,7 @@ def test_attention_probs_are_those_of_the_output():
 
 def test_buckets_hold_every_sequence_once_and_waste_little():
     lengths = [int(n) for n in torch.randint(0, 300, (200,))]
-    buckets = _attention_torch.make_buckets(lengths, torch.device("cpu"))
+    buckets = torch_backend.make_buckets(lengths, torch.device("cpu"))
     tokens = torch.cat([b.tokens for b in buckets])
     assert sorted(tokens.tolist()) == list(range(sum(lengths)))
     assert sum(b.num_sequences * b.width for b in buckets) <= 1.15 * sum(lengths)

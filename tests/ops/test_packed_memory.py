@@ -140,7 +140,7 @@ def test_a_storage_is_watched_once(monkeypatch):
 
 def test_an_interrupt_in_a_kernels_call_to_python_is_raised_behind_the_kernel(monkeypatch):
     """A signal that came while a kernel ran has its handler run where the kernel calls Python."""
-    module, interrupts = sys.modules["fastbert.ops.linear"], [signal.SIGINT]
+    module, interrupts = sys.modules["fastbert.ops.linear.linear"], [signal.SIGINT]
     let_go = module._let_go_of_moved
 
     def interrupted(storage):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from fastbert import ops
 from fastbert.native.availability import triton_error
-from fastbert.ops import _linear_torch
+from fastbert.ops.linear import torch_backend
 from fastbert.testing import reference
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
 
@@ -42,7 +42,7 @@ class _Linear(torch.autograd.Function):
 
 @pytest.fixture
 def mixing_linear(monkeypatch):
-    monkeypatch.setattr(_linear_torch, "_HAS_AMX", True)
+    monkeypatch.setattr(torch_backend, "_HAS_AMX", True)
     monkeypatch.setattr(F, "linear", _Linear.apply)
 
 
@@ -96,7 +96,7 @@ def test_the_emulated_fault_is_one(mixing_linear, columns):
 @each_bias
 @each_size
 def test_numbers_with_the_zeros(monkeypatch, hidden_size, inner, has_bias):
-    monkeypatch.setattr(_linear_torch, "_HAS_AMX", True)
+    monkeypatch.setattr(torch_backend, "_HAS_AMX", True)
     tensors, dout = make(hidden_size, inner, has_bias, torch.bfloat16), torch.randn(17, hidden_size).bfloat16()
 
     def literal(x, up_weight, up_bias, down_weight):

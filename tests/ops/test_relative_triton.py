@@ -12,7 +12,7 @@ from relative_cases import ROWS, TERMS, check, holes, longest_of, make_terms, ru
 from seeds import manual_seed
 
 from fastbert.ops import Relative, attention
-from fastbert.ops._relative_triton import _tile
+from fastbert.ops.attention.relative_triton import _tile
 from fastbert.testing import reference
 from fastbert.testing.cases import Lengths
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference

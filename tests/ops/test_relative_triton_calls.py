@@ -12,7 +12,7 @@ from relative_cases import TERMS, check_operands_where_they_lie, holes, make_ter
 
 from fastbert.backend import BackendError, use_backend
 from fastbert.ops import Relative, attention
-from fastbert.ops._relative_triton import _places, _where
+from fastbert.ops.attention.relative_triton import _places, _where
 from fastbert.testing.cases import Lengths
 from fastbert.testing.interpreter import unordered_accesses
 

@@ -23,8 +23,8 @@ from full import halved, left_to_full, thinned, triton_left_to_simulated
 
 from fastbert import ops
 from fastbert.ops import Rotary
+from fastbert.ops.attention.rotary import rotary_torch
 from fastbert.ops.packing import token_positions
-from fastbert.ops.rotary import rotary_torch
 from fastbert.testing import reference
 from fastbert.testing.cases import LENGTHS, Lengths
 from fastbert.testing.numerics import assert_close_to_reference

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from fastbert.ops.layer_numbers import HEADER, header
+from fastbert.ops.layers.layer_numbers import HEADER, header
 
 PACKAGE = Path(__file__).parents[2] / "fastbert"
 
@@ -51,6 +51,6 @@ def test_one_record_says_what_a_model_is_given():
 
 def test_one_description_of_a_layer():
     """And one place with the order in which C++ reads its numbers."""
-    assert files_with(r"\bnum_kv_heads: int$") == {"layer_spec.py", "ops/layer_numbers.py"}
-    assert HEADER.read_text(encoding="utf-8") == header(), "write it anew: call fastbert.ops.layer_numbers.write"
+    assert files_with(r"\bnum_kv_heads: int$") == {"layer_spec.py", "ops/layers/layer_numbers.py"}
+    assert HEADER.read_text(encoding="utf-8") == header(), "write it anew: call fastbert.ops.layers.layer_numbers.write"
     assert not [path for path in HEADER.parent.glob("*.cpp") if re.search(r"\b(ints|floats)\[\d", path.read_text())]

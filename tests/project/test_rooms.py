@@ -33,11 +33,12 @@ MAY_IMPORT = {
     "config": {"families"},
     "native": {"_C"},
     "backend": {"native"},
+    "backend_report": {"backend", "ops"},
     "ops": {"_C", "backend", "native"},  # kernels and _C inside of functions only: see below
     "kernels": set(),
     "packing": {"ops"},
     "packed_inputs": {"packing"},
-    "layers": {"ops", *FORMS},
+    "layers": {"native", "ops", *FORMS},
     "checkpoint": {"config", "families"},
     "execution": {"config", "families", "layers", "ops", "packed_inputs", "packing"},
     "models": {"checkpoint", "config", "execution", "families", "layers", "ops", "packed_inputs", "packing"},
@@ -56,8 +57,9 @@ MAY_IMPORT = {
     "testing": set(),
     "bench": {"acceleration", "backend", "config", "data", "models", "packed_inputs", "quantization", "sentences",
               "testing"},
-    "cli": {"_C", "backend", "bench", "bulk", "checkpoint", "config", "data", "inspect", "layers", "models", "native",
-            "ops", "packed_inputs", "packed_weights", "quantization", "sentences", "serve", "testing", "training"},
+    "cli": {"_C", "backend", "backend_report", "bench", "bulk", "checkpoint", "config", "data", "inspect", "layers",
+            "models", "native", "ops", "packed_inputs", "packed_weights", "quantization", "sentences", "serve",
+            "testing", "training"},
 }  # fmt: skip
 # What modules import for a type checker alone, against the arrows of the map.
 FOR_TYPES = {("checkpoint", "models"), ("layers", "packing")}

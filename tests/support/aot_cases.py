@@ -201,7 +201,7 @@ def cross_entropy_cases() -> Iterator[Case]:
 def adamw_cases() -> Iterator[Case]:
     from fastbert.kernels.adamw import PARTS
 
-    from fastbert.ops.adamw_flat import BLOCK
+    from fastbert.ops.optim.adamw_flat import BLOCK
 
     sizes = {"PARTS": PARTS, "BLOCK": BLOCK}
     types = {"gradients_ptr": "*fp32", "parts_ptr": "*fp32", "num_blocks": "i32"}

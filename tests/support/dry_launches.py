@@ -29,7 +29,8 @@ import fastbert
 from fastbert.backend import FUSED, SUPPORTS, Backend, use_backend
 from fastbert.kernels import blocks
 from fastbert.models.classes import CLASSES
-from fastbert.ops import encoder_layers_training_gpu, layer_norm, loss
+from fastbert.ops import layer_norm, loss
+from fastbert.ops.layers.gpu import encoder_layers_training as encoder_layers_training_gpu
 
 LARGEST_GRID = (2**31 - 1, 65535, 65535)
 

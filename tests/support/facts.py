@@ -27,7 +27,7 @@ from built import ROOT
 FOLDER = ROOT / "tests" / "gpu" / "facts"
 Facts = dict[str, Any]
 LAUNCHING = "what launches"
-_LAUNCHES = re.compile(r"fastbert\.kernels|define_triton|_layer_(kernels|memory|plan|stack)|_merged_weights")
+_LAUNCHES = re.compile(r"fastbert\.kernels|define_triton|ops\.layers\.gpu")
 
 
 def triton_version() -> str | None:
@@ -86,7 +86,9 @@ def files_of(sources: tuple[str, ...]) -> list[Path]:
     """What patterns name; LAUNCHING: the modules of ops that make launches, or memory for them."""
     found = {path for pattern in sources for path in ROOT.glob(pattern) if path.is_file()}
     if LAUNCHING in sources:
-        found |= {path for path in ROOT.glob("fastbert/ops/*.py") if _LAUNCHES.search(path.read_text(encoding="utf-8"))}
+        found |= {
+            path for path in ROOT.glob("fastbert/ops/**/*.py") if _LAUNCHES.search(path.read_text(encoding="utf-8"))
+        }
     return sorted(found)
 
 

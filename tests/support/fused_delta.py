@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastbert.backend import use_backend
-from fastbert.ops import _attention_torch
+from fastbert.ops.attention import torch_backend
 
 LONGEST_SQUARE = 64  # of longer texts the kernels take delta from the output (docs/attention.md)
 
@@ -36,5 +36,5 @@ class _Weighted(torch.autograd.Function):
 def delta_of_the_output() -> Iterator[None]:
     """Within it models of ours run on PyTorch, and their attention has that gradient. Without dropout."""
     with pytest.MonkeyPatch.context() as patch, use_backend("torch"):
-        patch.setattr(_attention_torch, "_weighted", lambda scores, v, dropout_p: _Weighted.apply(scores, v))
+        patch.setattr(torch_backend, "_weighted", lambda scores, v, dropout_p: _Weighted.apply(scores, v))
         yield

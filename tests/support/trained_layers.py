@@ -10,7 +10,7 @@ from layer_specs import CU_SEQLENS, HIDDEN, INTERMEDIATE, LENGTHS, TOKENS, Case,
 from seeds import manual_seed, torch_generator
 
 from fastbert.backend import Backend, asked_for
-from fastbert.ops.attention import attention
+from fastbert.ops.attention.attention import attention
 from fastbert.testing import reference
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 

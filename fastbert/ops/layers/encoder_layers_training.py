@@ -13,11 +13,11 @@ import torch
 
 from fastbert.backend import Backend, register_fused
 from fastbert.ops._common import check_devices, compute_dtype, define, differentiable_once
-from fastbert.ops.encoder_layers import LayerOperands, accepts, relative_lists, supports, tables_of
-from fastbert.ops.layer_numbers import LayerNumbers
+from fastbert.ops.attention.relative import Relative
+from fastbert.ops.attention.rotary import Rotary
+from fastbert.ops.layers.encoder_layers import LayerOperands, accepts, relative_lists, supports, tables_of
+from fastbert.ops.layers.layer_numbers import LayerNumbers
 from fastbert.ops.packing import int32_offsets
-from fastbert.ops.relative import Relative
-from fastbert.ops.rotary import Rotary
 from fastbert.ops.seeds import draw_seeds
 
 # The lists, layers, ints and floats are LayerOperands'. philox: int64 (layers, 3, 2), of attention's dropout, its
@@ -189,7 +189,7 @@ register_fused("encoder_layers_training", Backend.CPU, _supports_training, _acce
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# On GPUs: what is in encoder_layers_training_gpu.py, which is loaded when somebody trains there
+# On GPUs: what is in on_gpu.py, which is loaded when somebody trains there
 
 
 def _register_on_gpu(op: str, backend: Backend, recomputes: bool) -> None:
@@ -198,19 +198,19 @@ def _register_on_gpu(op: str, backend: Backend, recomputes: bool) -> None:
             return "a graph of torch.compile has the ops of its layers"
         if not torch.is_grad_enabled():
             return "it is for training: gradients are off"
-        from fastbert.ops import encoder_layers_training_gpu
+        from fastbert.ops.layers.gpu import encoder_layers_training as on_gpu
 
-        return encoder_layers_training_gpu.supports(backend, x)
+        return on_gpu.supports(backend, x)
 
     def accepts(x: torch.Tensor, operands: LayerOperands) -> str | None:
-        from fastbert.ops import encoder_layers_training_gpu
+        from fastbert.ops.layers.gpu import encoder_layers_training as on_gpu
 
-        return encoder_layers_training_gpu.accepts(x, operands)
+        return on_gpu.accepts(x, operands)
 
     def run(x: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
-        from fastbert.ops import encoder_layers_training_gpu
+        from fastbert.ops.layers.gpu import encoder_layers_training as on_gpu
 
-        return encoder_layers_training_gpu.run(backend, recomputes, x, *arguments, **options)
+        return on_gpu.run(backend, recomputes, x, *arguments, **options)
 
     register_fused(op, backend, supports, accepts, run)
 

@@ -1,4 +1,4 @@
-"""Backward of all layers on a GPU: see _layer_stack.py."""
+"""Backward of all layers on a GPU: see stack.py."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from fastbert.ops._layer_kernels import project_back
-from fastbert.ops._layer_memory import Memory
-from fastbert.ops._layer_plan import Junction
-from fastbert.ops._layer_stack import ENTRIES, MIDDLES, Forward, Names, Stack
+from fastbert.ops.layers.gpu.kernels import project_back
+from fastbert.ops.layers.gpu.memory import Memory
+from fastbert.ops.layers.gpu.plan import Junction
+from fastbert.ops.layers.gpu.stack import ENTRIES, MIDDLES, Forward, Names, Stack
 
 
 def backward(

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from fastbert.backend import Backend
-from fastbert.ops._layer_plan import Plan
-from fastbert.ops.layer_numbers import LayerNumbers
+from fastbert.ops.layers.gpu.plan import Plan
+from fastbert.ops.layers.layer_numbers import LayerNumbers
 
 Launch = Callable[..., Any]
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 
 from fastbert.backend import Backend
-from fastbert.ops._attention_tiles import tiles_of
 from fastbert.ops._common import Differentiable, Rule, define_triton, needs_grad
+from fastbert.ops.attention.relative import Relative
+from fastbert.ops.attention.tiles import tiles_of
 from fastbert.ops.packing import token_sequences
-from fastbert.ops.relative import Relative
 
 # As attention's, with the tables; rows are those of the distances that sequences of this batch may have. offsets, int32
 # (batch + 1,), and tiles are those of places: of tokens, or where tokens have positions with holes (index), of the

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastbert.ops._layer_plan import Plan, Tensors
+from fastbert.ops.layers.gpu.plan import Plan, Tensors
 
 _TO_16_BYTES = 4  # of float32: what is launched without a look of Triton's begins at a multiple of that
 
@@ -121,7 +121,7 @@ class Memory:
 
 
 def weights_memory(plan: Plan, x: torch.Tensor, vectors: torch.dtype) -> list[torch.Tensor]:
-    """For what _merged_weights.py makes of parameters of the dtype of `vectors`: weights as products of x take them,
+    """For what merged_weights.py makes of parameters of the dtype of `vectors`: weights as products of x take them,
     and those vectors that junctions take.
     """
     size = plan.layout.merged_size(vectors is not x.dtype)

@@ -22,7 +22,7 @@ import torch
 
 from fastbert.backend import Backend, register_fused
 from fastbert.ops._common import define, for_kernels, needs_grad
-from fastbert.ops.encoder_layers import LayerOperands, supports, versions_of
+from fastbert.ops.layers.encoder_layers import LayerOperands, supports, versions_of
 from fastbert.ops.normalize import EPS
 
 

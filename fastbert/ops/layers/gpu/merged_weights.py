@@ -12,7 +12,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastbert.ops._common import define_triton
-from fastbert.ops.layer_numbers import LayerNumbers
+from fastbert.ops.layers.layer_numbers import LayerNumbers
 
 # addresses, places int64, counts int32 (blocks,): where a block of a matrix lies, where it goes to in `merged`, and how
 # many elements it has, 2048 at most. like: one of the matrices. Elements of `merged` that no block has are not written.

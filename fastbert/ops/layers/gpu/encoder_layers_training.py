@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 
 from fastbert.backend import Backend
-from fastbert.ops._attention_tiles import tiles_of
 from fastbert.ops._common import (
     _library,
     check_devices,
@@ -30,21 +29,22 @@ from fastbert.ops._common import (
     differentiable_once,
     triton_unsupported,
 )
-from fastbert.ops._layer_kernels import layer_kernels, their_vectors
-from fastbert.ops._layer_memory import Memory, weights_memory
-from fastbert.ops._layer_plan import Plan, kinds_of, plan_of
-from fastbert.ops._layer_stack import Operands, Stack
-from fastbert.ops._layer_stack_bwd import backward
-from fastbert.ops._merged_weights import merge_vectors, merge_weights, weight_tables
-from fastbert.ops.attention import _tile
-from fastbert.ops.encoder_layers import LayerOperands, tables_of
-from fastbert.ops.layer_numbers import LayerNumbers
+from fastbert.ops.attention.attention import _tile
+from fastbert.ops.attention.relative import Relative
+from fastbert.ops.attention.rotary import Rotary, check_rotary
+from fastbert.ops.attention.tiles import tiles_of
+from fastbert.ops.layers.encoder_layers import LayerOperands, tables_of
+from fastbert.ops.layers.gpu.kernels import layer_kernels, their_vectors
+from fastbert.ops.layers.gpu.memory import Memory, weights_memory
+from fastbert.ops.layers.gpu.merged_weights import merge_vectors, merge_weights, weight_tables
+from fastbert.ops.layers.gpu.plan import Plan, kinds_of, plan_of
+from fastbert.ops.layers.gpu.stack import Operands, Stack
+from fastbert.ops.layers.gpu.stack_bwd import backward
+from fastbert.ops.layers.layer_numbers import LayerNumbers
 from fastbert.ops.packing import int32_offsets
-from fastbert.ops.relative import Relative
-from fastbert.ops.rotary import Rotary, check_rotary
 from fastbert.ops.seeds import draw_seeds
 
-# flat, kept_weights: of `merged`. vectors: those that junctions take (_layer_plan.py). tiles, tile_sizes: of each kind
+# flat, kept_weights: of `merged`. vectors: those that junctions take (plan.py). tiles, tile_sizes: of each kind
 # of layer. philox, activation, layers, ints, floats, rotary, rotary_layouts, window_positions: as
 # encoder_layers_fwd_cpu has them. intermediate_sizes: the layers'. x, flat and what is made of them have one dtype;
 # biases and norms, and so the gradients of all parameters, have that of the weights, which is the same or wider.

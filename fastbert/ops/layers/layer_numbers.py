@@ -101,7 +101,7 @@ class LayerNumbers(NamedTuple):
 _TYPES = get_type_hints(LayerNumbers)
 NUM_INTS = sum(kind is not float for kind in _TYPES.values())  # how many of each a layer has; the floats come last
 NUM_FLOATS = len(_TYPES) - NUM_INTS
-HEADER = Path(__file__).parents[2] / "csrc" / "ops" / "layer_numbers.h"
+HEADER = Path(__file__).parents[3] / "csrc" / "ops" / "layer_numbers.h"
 
 
 def header() -> str:
@@ -112,7 +112,7 @@ def header() -> str:
         value = f"floats[{i - NUM_INTS}]" if kind is float else f"ints[{i}]" + " != 0" * (kind is bool)
         fields.append(f"  {in_cpp[kind]} {name};\n")
         reads.append(f"    made.{name} = {value};\n")
-    return f"""// Written by fastbert.ops.layer_numbers.write, whose LayerNumbers says what these are.
+    return f"""// Written by fastbert.ops.layers.layer_numbers.write, whose LayerNumbers says what these are.
 #pragma once
 
 #include <cstddef>

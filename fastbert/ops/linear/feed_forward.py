@@ -21,9 +21,9 @@ from fastbert.ops._common import (
     needs_grad,
     triton_unsupported,
 )
-from fastbert.ops._linear_torch import ACTIVATIONS_IN_PLACE, activation_torch, linear_torch, may_write_over
 from fastbert.ops.dropout import dropout_torch
-from fastbert.ops.linear import check_gradient, supports_gemm_cpu
+from fastbert.ops.linear.linear import check_gradient, supports_gemm_cpu
+from fastbert.ops.linear.torch_backend import ACTIVATIONS_IN_PLACE, activation_torch, linear_torch, may_write_over
 from fastbert.ops.seeds import draw_seeds
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 
 from fastbert.backend import Backend, asked_for, transform_unsupported
 from fastbert.ops._common import at_least_fp32, needs_grad
+from fastbert.ops.attention.relative import Relative, reached, row_of_each_pair
 from fastbert.ops.dropout import dropout_torch
 from fastbert.ops.packing import can_look_at, check_offsets, check_offsets_on_cpu, token_sequences
-from fastbert.ops.relative import Relative, reached, row_of_each_pair
 
 
 class _Bucket:

@@ -20,10 +20,10 @@ from fastbert.backend import Backend, register_fused
 from fastbert.layer_spec import LayerSpec, RotarySpec
 from fastbert.native.availability import extension_error
 from fastbert.ops._common import check_devices, define, for_kernels, needs_grad
-from fastbert.ops.layer_numbers import LayerNumbers
+from fastbert.ops.attention.relative import Relative
+from fastbert.ops.attention.rotary import Rotary
+from fastbert.ops.layers.layer_numbers import LayerNumbers
 from fastbert.ops.packing import int32_offsets
-from fastbert.ops.relative import Relative
-from fastbert.ops.rotary import Rotary
 
 
 class LinearWeights(NamedTuple):

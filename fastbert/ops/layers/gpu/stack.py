@@ -1,7 +1,7 @@
 """All layers of a training step on a GPU: launches and products, and nothing between them. Here is forward;
-_layer_stack_bwd.py has backward.
+stack_bwd.py has backward.
 
-A layer is two halves, each of which ends at a junction (_layer_plan.py). Both directions are loops over layers, around
+A layer is two halves, each of which ends at a junction (plan.py). Both directions are loops over layers, around
 which everything is made that layers share: memory, kernels bound to the batch, weights as products take them.
 """
 
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastbert.ops._layer_kernels import LayerKernels, project
-from fastbert.ops._layer_memory import Memory
-from fastbert.ops._layer_plan import Junction, Plan
-from fastbert.ops._merged_weights import is_copied
-from fastbert.ops.layer_numbers import LayerNumbers
+from fastbert.ops.layers.gpu.kernels import LayerKernels, project
+from fastbert.ops.layers.gpu.memory import Memory
+from fastbert.ops.layers.gpu.merged_weights import is_copied
+from fastbert.ops.layers.gpu.plan import Junction, Plan
+from fastbert.ops.layers.layer_numbers import LayerNumbers
 
 # What a junction makes: the sum, the next half's operand, and what its norm makes of each row.
 ENTRIES = ("entry_sums", "entry_hs", "entry_means", "entry_rstds")

@@ -9,9 +9,6 @@ import torch
 
 from fastbert.backend import Backend, register, select
 from fastbert.native.availability import extension_error
-from fastbert.ops._attention_relative import attention_relative_cpu
-from fastbert.ops._attention_tiles import tiles_of
-from fastbert.ops._attention_torch import attention_from_probs_torch, attention_probs_torch, attention_torch
 from fastbert.ops._common import (
     Differentiable,
     Rule,
@@ -21,10 +18,13 @@ from fastbert.ops._common import (
     needs_grad,
     triton_unsupported,
 )
-from fastbert.ops._relative_triton import attention_relative_triton
+from fastbert.ops.attention.relative import Relative, check_relative
+from fastbert.ops.attention.relative_cpu import attention_relative_cpu
+from fastbert.ops.attention.relative_triton import attention_relative_triton
+from fastbert.ops.attention.rotary import Rotary, check_rotary, rotary_triton, rotate
+from fastbert.ops.attention.tiles import tiles_of
+from fastbert.ops.attention.torch_backend import attention_from_probs_torch, attention_probs_torch, attention_torch
 from fastbert.ops.packing import int32_offsets
-from fastbert.ops.relative import Relative, check_relative
-from fastbert.ops.rotary import Rotary, check_rotary, rotary_triton, rotate
 from fastbert.ops.seeds import draw_seeds
 
 Window = tuple[int, int]

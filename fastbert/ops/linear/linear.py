@@ -30,7 +30,7 @@ from fastbert.ops._common import (
     for_kernels,
     needs_grad,
 )
-from fastbert.ops._linear_torch import linear_torch
+from fastbert.ops.linear.torch_backend import linear_torch
 
 # out_i, (total_tokens, out_features_i) in `dtype`: activation(x weight_i^T + bias_i), for every weight of the list
 #

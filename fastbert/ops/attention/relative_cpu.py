@@ -1,4 +1,4 @@
-"""Attention with relative terms by the CPU's kernels. fastbert/ops/relative.py says what the terms are."""
+"""Attention with relative terms by the CPU's kernels. fastbert/ops/attention/relative.py says what the terms are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from fastbert.backend import Backend
 from fastbert.ops._common import Differentiable, Rule, define, needs_grad
-from fastbert.ops.relative import Relative
+from fastbert.ops.attention.relative import Relative
 
 # As attention_fwd_cpu and attention_bwd_cpu; rows, key, query, bias and positions as in Relative, bias in fp32, in
 # which it is added up. Where there is a bias, softmax_stats are of scores that have been scaled. The gradient of a

@@ -6,8 +6,8 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from fastbert.ops._merged_weights import PAD, Layout
-from fastbert.ops.layer_numbers import LayerNumbers
+from fastbert.ops.layers.gpu.merged_weights import PAD, Layout
+from fastbert.ops.layers.layer_numbers import LayerNumbers
 
 
 class Norm(NamedTuple):
@@ -180,7 +180,7 @@ def _alike(name: str, form: str, places: Sequence[int], width: int) -> Tensors:
 
 def _some(norms: tuple[Norm | None, Norm | None]) -> Norm:
     some = norms[1] or norms[0]
-    assert some is not None  # see encoder_layers_training_gpu.accepts
+    assert some is not None  # see accepts in encoder_layers_training.py
     return some
 
 

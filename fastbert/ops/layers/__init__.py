@@ -1,0 +1,1 @@
+"""Whole layers, and a whole encoder, as one op."""

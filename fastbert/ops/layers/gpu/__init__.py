@@ -1,0 +1,1 @@
+"""All layers of a training step on a GPU as one op."""

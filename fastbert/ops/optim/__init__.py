@@ -1,0 +1,1 @@
+"""AdamW over all weights of a model at once."""
