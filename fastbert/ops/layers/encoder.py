@@ -50,7 +50,7 @@ class HeldEncoder:
         layers: LayerOperands,
         pooler: Sequence[torch.Tensor | None] = (),
     ):
-        _, *of_layers, self.unsupported = layers
+        _, *of_layers, _, self.unsupported = layers
         self.tensors = [t for t in (*embeddings, *layers.weights, *layers.biases, *layers.norms) if t is not None]
         self.weights, self.layers = layers.weights, layers.layers
         self.pooler = [t for t in pooler[:2] if t is not None]  # what may want a gradient

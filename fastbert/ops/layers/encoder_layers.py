@@ -61,6 +61,7 @@ class LayerOperands(NamedTuple):
     """What layers run on, as the operators take it: made by `of`, which says what is what.
 
     The lists have the tensors that are there, and each layer's numbers say which they are: None costs an operator more.
+    kinds: the LayerNumbers that differ. layers: which of them each layer has. ints, floats: theirs, as C++ reads them.
     """
 
     weights: list[torch.Tensor]
@@ -69,10 +70,11 @@ class LayerOperands(NamedTuple):
     input_scales: list[torch.Tensor]  # one for each of weight_scales
     norms: list[torch.Tensor]
     activation: str
-    layers: list[int]  # which of the LayerNumbers each layer has
-    ints: list[int]  # of the LayerNumbers that differ
+    layers: list[int]
+    ints: list[int]
     floats: list[float]
     final_eps: float | None
+    kinds: tuple[LayerNumbers, ...]
     unsupported: str | None
 
     @classmethod
@@ -132,6 +134,7 @@ class LayerOperands(NamedTuple):
             [n for numbers in kinds for n in numbers.ints],
             [n for numbers in kinds for n in numbers.floats],
             None if final_norm is None else final_norm.eps,
+            tuple(kinds),
             unsupported,
         )
 
@@ -245,7 +248,7 @@ def _run_inference(
     """relative: of each layer that has such terms; they share their rows and positions."""
     check_devices("encoder_layers", x=x, cu_seqlens=cu_seqlens, window_positions=window_positions)
     cu_seqlens = int32_offsets("encoder_layers", cu_seqlens)
-    weights, *of_layers, _ = operands
+    weights, *of_layers, _, _ = operands
     tables, versions = tables_of(rotary), versions_of(operands.weights)
     shared = (window_positions, *relative_lists(relative), versions)
     return torch.ops.fastbert.encoder_layers_cpu(x, cu_seqlens, for_kernels(weights), *of_layers, *tables, *shared)

@@ -172,8 +172,8 @@ def _run_training(
     """max_seqlen, cache: for kernels that want to know; these do not."""
     check_devices("encoder_layers_training", x=x, cu_seqlens=cu_seqlens, window_positions=window_positions)
     cu_seqlens = int32_offsets("encoder_layers_training", cu_seqlens)
-    weights, biases, _, _, norms, activation, layers, ints, floats, _, _ = operands
-    philox, kinds = None, LayerNumbers.read(ints, floats)
+    weights, biases, _, _, norms, activation, layers, ints, floats, _, kinds, _ = operands
+    philox = None
     if any([any(layer.dropouts) for layer in kinds]):
         seeds = 4 if any([layer.inner_dropout for layer in kinds]) else 3
         philox = draw_seeds(x.device, len(layers), seeds)
@@ -189,10 +189,10 @@ register_fused("encoder_layers_training", Backend.CPU, _supports_training, _acce
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# On GPUs: what is in on_gpu.py, which is loaded when somebody trains there
+# On GPUs: all of it is in gpu/, which is loaded when somebody trains there
 
 
-def _register_on_gpu(op: str, backend: Backend, recomputes: bool) -> None:
+def _register_on_gpu(op: str, recomputes: bool) -> None:
     def supports(x: torch.Tensor) -> str | None:
         if torch.compiler.is_compiling():  # nor could a trace load it
             return "a graph of torch.compile has the ops of its layers"
@@ -200,7 +200,7 @@ def _register_on_gpu(op: str, backend: Backend, recomputes: bool) -> None:
             return "it is for training: gradients are off"
         from fastbert.ops.layers.gpu import encoder_layers_training as on_gpu
 
-        return on_gpu.supports(backend, x)
+        return on_gpu.supports(x)
 
     def accepts(x: torch.Tensor, operands: LayerOperands) -> str | None:
         from fastbert.ops.layers.gpu import encoder_layers_training as on_gpu
@@ -210,11 +210,10 @@ def _register_on_gpu(op: str, backend: Backend, recomputes: bool) -> None:
     def run(x: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
         from fastbert.ops.layers.gpu import encoder_layers_training as on_gpu
 
-        return on_gpu.run(backend, recomputes, x, *arguments, **options)
+        return on_gpu.run(recomputes, x, *arguments, **options)
 
-    register_fused(op, backend, supports, accepts, run)
+    register_fused(op, Backend.TRITON, supports, accepts, run)
 
 
-for _backend in (Backend.TRITON, Backend.CUDA):
-    _register_on_gpu("encoder_layers_training", _backend, recomputes=False)
-    _register_on_gpu("encoder_layers_recomputing", _backend, recomputes=True)
+_register_on_gpu("encoder_layers_training", recomputes=False)
+_register_on_gpu("encoder_layers_recomputing", recomputes=True)

@@ -12,125 +12,36 @@ with the same dropout.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any, NamedTuple
 
 import torch
 
-from fastbert.backend import Backend
-from fastbert.ops._common import (
-    _library,
-    check_devices,
-    compute_dtype,
-    cuda_unsupported,
-    define,
-    differentiable_once,
-    triton_unsupported,
-)
+from fastbert.ops._common import check_devices, compute_dtype, differentiable_once, triton_unsupported
 from fastbert.ops.attention.attention import _tile
 from fastbert.ops.attention.relative import Relative
 from fastbert.ops.attention.rotary import Rotary, check_rotary
 from fastbert.ops.attention.tiles import tiles_of
-from fastbert.ops.layers.encoder_layers import LayerOperands, tables_of
-from fastbert.ops.layers.gpu.kernels import layer_kernels, their_vectors
-from fastbert.ops.layers.gpu.memory import Memory, weights_memory
+from fastbert.ops.layers.encoder_layers import LayerOperands
+from fastbert.ops.layers.gpu.memory import Memory
 from fastbert.ops.layers.gpu.merged_weights import merge_vectors, merge_weights, weight_tables
-from fastbert.ops.layers.gpu.plan import Plan, kinds_of, plan_of
-from fastbert.ops.layers.gpu.stack import Operands, Stack
+from fastbert.ops.layers.gpu.plan import Plan, plan_of
+from fastbert.ops.layers.gpu.stack import Batch, MergedWeights, Stack
 from fastbert.ops.layers.gpu.stack_bwd import backward
 from fastbert.ops.layers.layer_numbers import LayerNumbers
 from fastbert.ops.packing import int32_offsets
 from fastbert.ops.seeds import draw_seeds
 
-# flat, kept_weights: of `merged`. vectors: those that junctions take (plan.py). tiles, tile_sizes: of each kind
-# of layer. philox, activation, layers, ints, floats, rotary, rotary_layouts, window_positions: as
-# encoder_layers_fwd_cpu has them. intermediate_sizes: the layers'. x, flat and what is made of them have one dtype;
-# biases and norms, and so the gradients of all parameters, have that of the weights, which is the same or wider.
-# Forward returns out and what backward wants. Backward returns the gradients of x (zero rows unless needs_dx), of all
-# weights as Layout has them, and of biases and norms as Plan.vectors has them.
-_FORM = (
-    "Tensor flat, Tensor[] kept_weights, Tensor vectors, Tensor[] tiles, Tensor? philox,"
-    " str activation, int[] layers, int[] ints, float[] floats, int[] intermediate_sizes, int[] tile_sizes,"
-    " Tensor[] rotary, int[] rotary_layouts, Tensor? window_positions, bool recomputes"
-)
-_FWD_SCHEMA = f"(Tensor x, {_FORM}) -> Tensor[]"
-_BWD_SCHEMA = f"(Tensor dout, Tensor x, Tensor[] kept, {_FORM}, bool needs_dx) -> Tensor[]"
-_BACKENDS = (Backend.TRITON, Backend.CUDA)
 # Read of some 200 parameters in each step.
 _shape = attrgetter("shape")
 
 
-class _Form(NamedTuple):
-    """_FORM's."""
-
-    flat: torch.Tensor
-    kept_weights: list[torch.Tensor]
-    vectors: torch.Tensor
-    tiles: list[torch.Tensor]
-    philox: torch.Tensor | None
-    activation: str
-    layers: list[int]
-    ints: list[int]
-    floats: list[float]
-    intermediate_sizes: list[int]
-    tile_sizes: list[int]
-    rotary: list[torch.Tensor]
-    rotary_layouts: list[int]
-    window_positions: torch.Tensor | None
-    recomputes: bool
-
-
-def _stack(backend: Backend, x: torch.Tensor, form: _Form) -> Stack:
-    tables = [
-        (form.rotary[2 * i], form.rotary[2 * i + 1], bool(bits & 1), bool(bits & 2))
-        for i, bits in enumerate(form.rotary_layouts)
-    ]
-    plan = _plan(x, form)
-    operands = Operands(
-        form.flat, form.kept_weights, form.vectors, form.tiles, form.tile_sizes, form.philox, form.activation, tables,
-        form.window_positions,
-    )  # fmt: skip
-    return Stack(plan, layer_kernels(backend)(x, form.vectors.dtype, plan), operands, x)
-
-
-def _plan(x: torch.Tensor, form: _Form) -> Plan:
-    sizes = tuple(form.intermediate_sizes)
-    return plan_of(tuple(form.layers), tuple(form.ints), tuple(form.floats), x.shape[1], sizes, form.recomputes)
-
-
-def _forward(backend: Backend, x: torch.Tensor, *form: Any) -> list[torch.Tensor]:
-    with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
-        out, kept = _stack(backend, x, _Form(*form)).forward()
-    return [out, *kept]
-
-
-def _backward(backend, dout, x, kept, *rest) -> list[torch.Tensor]:
-    form, needs_dx = _Form(*rest[:-1]), rest[-1]
-    with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
-        stack = _stack(backend, x, form)
-        flat = x.new_empty(stack.plan.layout.size)
-        dx, vectors = backward(stack, dout, kept, flat, needs_dx)
-        flat = flat.to(form.vectors.dtype)
-    return [dx if needs_dx else x.new_empty(0, x.shape[1]), flat, *vectors]
-
-
-_FWD: dict[Backend, Callable[..., list[torch.Tensor]]] = {}
-_BWD: dict[Backend, Callable[..., list[torch.Tensor]]] = {}
-for _backend in _BACKENDS:
-    for _table, _name, _schema, _kernel in (
-        (_FWD, "fwd", _FWD_SCHEMA, _forward),
-        (_BWD, "bwd", _BWD_SCHEMA, _backward),
-    ):
-        _op = f"encoder_layers_{_name}_{_backend.value}"
-        _table[_backend] = define(_op, _schema, None)
-        for _key in ("CUDA", "CPU"):  # CPU: for TRITON_INTERPRET=1
-            _library.impl(_op, functools.partial(_kernel, _backend), _key)
-
-
 class _EncoderLayers(torch.autograd.Function):
-    """Autograd around the registered forward and backward, by the operands' weights, biases and norms."""
+    """All layers of `plan` over x, by the operands' weights, biases and norms, which are in `merged`.
+
+    x and what products take have one dtype; the gradients of all parameters have theirs, which is the same or wider.
+    """
 
     @classmethod
     def apply(cls, *arguments):
@@ -139,49 +50,48 @@ class _EncoderLayers(torch.autograd.Function):
         return super(torch.autograd.Function, cls).apply(*arguments)
 
     @staticmethod
-    def forward(ctx, backend: Backend, form: _Form, x, *parameters):
-        out, *kept = _FWD[backend](x, *form)
-        ctx.save_for_backward(x, form.flat, form.vectors, *form.kept_weights, *kept)
-        ctx.count = len(form.kept_weights)
-        ctx.backend, ctx.form = backend, form._replace(flat=x, kept_weights=[], vectors=x)  # which are saved
+    def forward(ctx, plan: Plan, merged: MergedWeights, batch: Batch, x, *parameters):
+        with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+            out, kept = Stack(plan, merged, batch, x).forward()
+        ctx.save_for_backward(x, merged.flat, merged.vectors, *merged.kept, *kept)
+        ctx.plan, ctx.batch, ctx.num_kept_weights = plan, batch, len(merged.kept)
         return out
 
     @staticmethod
     @differentiable_once
     def backward(ctx, dout):
-        backend, form, (x, flat, vectors, *saved) = ctx.backend, ctx.form, ctx.saved_tensors
-        form = form._replace(flat=flat, kept_weights=saved[: ctx.count], vectors=vectors)
-        needs_dx = ctx.needs_input_grad[2]
-        dx, dweights, *dvectors = _BWD[backend](dout, x, saved[ctx.count :], *form, needs_dx)
-        plan = _plan(x, form)
-        made = Memory(x, vectors.dtype, len(plan.kinds), their_vectors(backend, x.dtype, vectors.dtype))
-        given = iter(dvectors)
-        for tensors in plan.vectors:
-            made.take(tensors, given)
-        gradients = (*plan.layout.split(dweights), *_dbiases(plan, made), *_dnorms(plan, made))
-        return None, None, dx if needs_dx else None, *gradients
+        plan, (x, flat, vectors, *saved) = ctx.plan, ctx.saved_tensors
+        weights, kept = saved[: ctx.num_kept_weights], saved[ctx.num_kept_weights :]
+        needs_dx = ctx.needs_input_grad[3]
+        with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+            stack = Stack(plan, MergedWeights(flat, weights, vectors), ctx.batch, x)
+            dweights = x.new_empty(plan.layout.size)
+            dx, dvectors = backward(stack, dout, kept, dweights, needs_dx)
+            dweights = dweights.to(vectors.dtype)
+        gradients = (*plan.layout.split(dweights), *_dbiases(plan, dvectors), *_dnorms(dvectors))
+        return None, None, None, dx if needs_dx else None, *gradients
 
 
-def _dbiases(plan: Plan, made: Memory) -> list[torch.Tensor]:
+def _dbiases(plan: Plan, dvectors: Memory) -> list[torch.Tensor]:
     """The gradients of biases, one for each of the operands'."""
     (qkv, up), found = plan.layout.bias_runs, []
     for name, run in (("qkv_biases", qkv), ("up_biases", up)):
         rows = [() if part is None else part.rows for part in run.parts]
-        found.append(made.vectors_apart(name, rows))
-    names = zip(found[0], made["output_biases"], found[1], made["down_biases"], strict=True)
+        found.append(dvectors.vectors_apart(name, rows))
+    names = zip(found[0], dvectors["output_biases"], found[1], dvectors["down_biases"], strict=True)
     return [t for qkv, output, ups, down in names for t in (*qkv, output, *ups, down) if t is not None]
 
 
-def _dnorms(plan: Plan, made: Memory) -> list[torch.Tensor]:
+def _dnorms(dvectors: Memory) -> list[torch.Tensor]:
     names = ("attention_norm_weights", "attention_norm_biases", "feed_forward_norm_weights", "feed_forward_norm_biases")
-    return [t for t in chain.from_iterable(zip(*[made[name] for name in names], strict=True)) if t is not None]
+    return [t for t in chain.from_iterable(zip(*[dvectors[name] for name in names], strict=True)) if t is not None]
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # The fused op, which encoder_layers_training.py registers: CPUs need not load this
 
 
-def supports(backend: Backend, x: torch.Tensor) -> str | None:
+def supports(x: torch.Tensor) -> str | None:
     if x.dim() != 2:
         return f"x has {x.dim()} dimensions, the kernels take (total_tokens, hidden_size)"
     if x.shape[0] == 0:
@@ -190,7 +100,7 @@ def supports(backend: Backend, x: torch.Tensor) -> str | None:
         return f"under autocast to {compute_dtype(x)} sums stay in float32"
     if x.shape[1] > 8192:
         return f"hidden_size {x.shape[1]} is above 8192, where rows no longer fit in registers"
-    return (cuda_unsupported(x) if backend is Backend.CUDA else None) or triton_unsupported(x)
+    return triton_unsupported(x)
 
 
 def accepts(x: torch.Tensor, operands: LayerOperands) -> str | None:
@@ -209,12 +119,10 @@ def accepts(x: torch.Tensor, operands: LayerOperands) -> str | None:
     is_autocast = torch.is_autocast_enabled(x.device.type)
     if given is not x.dtype if not is_autocast else given not in (torch.float32, torch.bfloat16):
         return f"x is {x.dtype}, the weights {given}"
-    numbers = (tuple(operands.layers), tuple(operands.ints), tuple(operands.floats))
-    kinds = kinds_of(*numbers)
-    reason = _kinds_unsupported(kinds)
+    reason = _kinds_unsupported(operands.kinds)
     if reason is not None:
         return reason
-    expected = plan_of(*numbers, x.shape[1], _intermediate_sizes(kinds, operands.weights), False).layout.shapes
+    expected = _plan(x, operands, False).layout.shapes
     shapes = [*map(_shape, operands.weights)]
     if shapes != expected:
         found, shape = next(both for both in zip(shapes, expected, strict=True) if both[0] != both[1])
@@ -240,16 +148,16 @@ def _kinds_unsupported(kinds: tuple[LayerNumbers, ...]) -> str | None:
     return None
 
 
-def _intermediate_sizes(kinds: Sequence[LayerNumbers], weights: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    sizes, last = [], -1
-    for layer in kinds:
-        last += layer.num_linears
-        sizes.append(weights[last].shape[1])
-    return tuple(sizes)
+def _plan(x: torch.Tensor, operands: LayerOperands, recomputes: bool) -> Plan:
+    inner, last = [], -1
+    for at in operands.layers:
+        last += operands.kinds[at].num_linears
+        inner.append(operands.weights[last].shape[1])
+    layers = tuple(operands.layers)
+    return plan_of(operands.kinds, layers, operands.activation, x.shape[1], tuple(inner), recomputes)
 
 
 def run(
-    backend: Backend,
     recomputes: bool,
     x: torch.Tensor,
     operands: LayerOperands,
@@ -264,10 +172,7 @@ def run(
     """max_seqlen: of all sequences, if somebody knows; cache: as attention has it."""
     check_devices("encoder_layers_training", x=x, cu_seqlens=cu_seqlens, window_positions=window_positions)
     cu_seqlens = int32_offsets("encoder_layers_training", cu_seqlens)
-    weights, biases, _, _, norms, activation, layers, ints, floats, _, _ = operands
-    numbers = (tuple(layers), tuple(ints), tuple(floats))
-    inner = _intermediate_sizes(kinds_of(*numbers), weights)
-    plan = plan_of(*numbers, x.shape[1], inner, recomputes)
+    plan, weights, biases, norms = _plan(x, operands, recomputes), operands.weights, operands.biases, operands.norms
     dtype, longest = compute_dtype(x), x.shape[0] if max_seqlen is None else max_seqlen
     x = x.to(dtype)
     cache = {} if cache is None else cache
@@ -275,21 +180,32 @@ def run(
     tiles = [tiles_of(cu_seqlens, x.shape[0], tile, cache) for tile in tile_sizes]
     for layer in [kind for kind in plan.distinct_kinds if kind.rotary >= 0]:
         check_rotary(x.as_strided((x.shape[0], 1, layer.head_dim), (0, 0, 0)), rotary[layer.rotary], max_seqlen or 0)
-    tables, layouts = tables_of(rotary)
-    tables = [t if t.stride(1) == 1 else t.contiguous() for t in tables]
+    rotary = tuple([r._replace(cos=_in_rows(r.cos), sin=_in_rows(r.sin)) for r in rotary])
     window_positions = None if window_positions is None else window_positions.contiguous()
     philox = None
     if plan.has_dropout:
-        philox = draw_seeds(x.device, len(layers), 4 if plan.has_inner_dropout else 3)
-    x, given = x.contiguous(), weights[0].dtype
-    kept_weights = [weights[i] for i in plan.layout.copied(given is not dtype).kept]
+        philox = draw_seeds(x.device, len(plan.kinds), 4 if plan.has_inner_dropout else 3)
+    batch, x = Batch(tiles, tile_sizes, philox, rotary, window_positions), x.contiguous()
     with torch.no_grad():
-        flat, vectors = weights_memory(plan, x, given)
-        known = weight_tables(weights[0])
-        merge_weights(known, plan.layout, weights, biases, flat)
-        merge_vectors(known, [*[biases[i] for i in plan.junction_biases], *norms], plan.vector_places, vectors)
-    form = _Form(
-        flat, kept_weights, vectors, tiles, philox, activation, layers, ints, floats, list(inner), tile_sizes, tables,
-        layouts, window_positions, recomputes,
-    )  # fmt: skip
-    return _EncoderLayers.apply(backend, form, x, *weights, *biases, *norms)
+        merged = _merged(plan, x, weights, biases, norms)
+    return _EncoderLayers.apply(plan, merged, batch, x, *weights, *biases, *norms)
+
+
+def _merged(
+    plan: Plan,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    norms: Sequence[torch.Tensor],
+) -> MergedWeights:
+    """The layers' weights as products of x take them, in one launch, and what junctions take of vectors, in another."""
+    dtype, layout, known = weights[0].dtype, plan.layout, weight_tables(weights[0])
+    flat = x.new_empty(layout.merged_size(dtype is not x.dtype))
+    merge_weights(known, layout, weights, biases, flat)
+    vectors = x.new_empty(plan.size_of_vectors, dtype=dtype)
+    merge_vectors(known, [*[biases[i] for i in plan.junction_biases], *norms], plan.vector_places, vectors)
+    return MergedWeights(flat, [weights[i] for i in layout.copied(dtype is not x.dtype).kept], vectors)
+
+
+def _in_rows(table: torch.Tensor) -> torch.Tensor:
+    return table if table.stride(1) == 1 else table.contiguous()

@@ -1,10 +1,7 @@
-"""What layers on a GPU launch, by backend: kernels bound to a batch, which write what the caller has made.
+"""What layers on a GPU launch: Triton's kernels bound to a batch, which write what the caller has made.
 
 A launch of layers that are alike differs from that of the next layer in its tensors only. So what a kernel is compiled
 for, its grid and its numbers are looked up once for all of them.
-
-Attention, its rotation and dropout are Triton's for both backends. CUDA has norms, of one dtype throughout, and
-feed-forwards without dropout inside; where it has not, it takes Triton's. CUDA's make their results themselves.
 """
 
 from __future__ import annotations
@@ -15,8 +12,6 @@ from typing import Any
 
 import torch
 
-from fastbert.backend import Backend
-from fastbert.ops.layers.gpu.plan import Plan
 from fastbert.ops.layers.layer_numbers import LayerNumbers
 
 Launch = Callable[..., Any]
@@ -35,20 +30,13 @@ def project(x: torch.Tensor, weight_t: torch.Tensor, bias: torch.Tensor | None, 
 
 
 class LayerKernels:
-    """Triton's, for matrices of as many rows as x (total_tokens, hidden_size) has, in its dtype. vectors: the dtype of
-    biases and norms.
+    """For matrices of as many rows as x (total_tokens, hidden_size) has, in its dtype."""
 
-    makes_norms, makes_feed_forward: those kernels give back what they have made, and write nothing of the caller's.
-    """
-
-    def __init__(self, x: torch.Tensor, vectors: torch.dtype, plan: Plan):
-        self.x, self.rms = x, plan.rms
+    def __init__(self, x: torch.Tensor, rms: bool):
+        self.x, self.rms = x, rms
         self.total_tokens, self.hidden_size = x.shape
-        self.makes_norms = self.makes_feed_forward = False
         self.norms = _module("layer_norm")
         self.ends = _module("feed_forward")
-        self.their_vectors: frozenset[str] = frozenset()  # those of Plan.vectors that kernels make
-        self.vectors = vectors
         self._bound: dict[tuple, Launch] = {}
         self._shares: torch.Tensor | None = None
 
@@ -171,7 +159,7 @@ class LayerKernels:
 
     def feed_forward_bwd(self, activation: str, kind: LayerNumbers, inner_size: int, has_bias: bool) -> Launch:
         """Called with dout, h, pre, up, down, narrow and wide (memory of inner's and of pre's widths), dup, ddown,
-        dup_bias, dh, whether dh is added to what it has, and philox. Gives dh back.
+        dup_bias, dh, whether dh is added to what it has, and philox.
         """
         total_tokens, drop, gated = self.total_tokens, self._inner_dropout(kind, inner_size), kind.gated
         act = self.ends.activation_bwd_launch(total_tokens, inner_size, activation, gated, has_bias)
@@ -190,7 +178,6 @@ class LayerKernels:
             if has_bias:
                 torch.sum(shares, 0, dtype=dup_bias.dtype, out=dup_bias)
             project_back(dpre, up, dh, is_added)
-            return dh
 
         return feed_forward_bwd
 
@@ -205,72 +192,3 @@ def project_back(dout: torch.Tensor, weight: torch.Tensor, dx: torch.Tensor, is_
 
 def _options(kind: LayerNumbers, positions: torch.Tensor | None) -> tuple:
     return kind.softmax_scale, kind.attention_dropout, (kind.window_left, kind.window_right), positions is not None
-
-
-class CudaLayerKernels(LayerKernels):
-    def __init__(self, x: torch.Tensor, vectors: torch.dtype, plan: Plan):
-        super().__init__(x, vectors, plan)
-        self.their_vectors = their_vectors(Backend.CUDA, x.dtype, vectors)
-        self.makes_norms = bool(self.their_vectors)
-        self.makes_feed_forward = not plan.has_inner_dropout
-
-    def norm_fwd(self, *key: Any) -> Launch:
-        if not self.makes_norms:
-            return super().norm_fwd(*key)
-        dropout_p, eps, *_, has_sum, has_stats = key
-
-        def norm_fwd(x, x_bias, residual, weight, bias, philox, *_):
-            rest = (philox, dropout_p, eps, has_sum, has_stats, self.rms)
-            return torch.ops.fastbert.add_layer_norm_fwd_cuda(x, x_bias, residual, weight, bias, *rest)
-
-        return norm_fwd
-
-    def norm_bwd(self, dropout_p: float, has_dsum: bool, has_x_bias: bool) -> Launch:
-        if not self.makes_norms:
-            return super().norm_bwd(dropout_p, has_dsum, has_x_bias)
-
-        def norm_bwd(dout, dsum, summed, mean, rstd, weight, philox, *_):
-            mean = rstd[:0] if self.rms else mean
-            rest = (philox, dropout_p, has_x_bias, self.rms)
-            return torch.ops.fastbert.add_layer_norm_bwd_cuda(dout, dsum, summed, mean, rstd, weight, *rest)
-
-        return norm_bwd
-
-    def feed_forward(self, activation: str, kind: LayerNumbers, inner_size: int) -> Launch:
-        if not self.makes_feed_forward:
-            return super().feed_forward(activation, kind, inner_size)
-
-        def feed_forward(h, up_t, up_bias, down_t, *_):
-            rest = (None, None, activation, kind.gated, True)
-            return torch.ops.fastbert.feed_forward_cuda(h, up_t.t(), up_bias, down_t.t(), *rest)
-
-        return feed_forward
-
-    def feed_forward_bwd(self, activation: str, kind: LayerNumbers, inner_size: int, has_bias: bool) -> Launch:
-        if not self.makes_feed_forward:
-            return super().feed_forward_bwd(activation, kind, inner_size, has_bias)
-
-        def feed_forward_bwd(dout, h, pre, up, down, _, __, dup, ddown, dup_bias, dh, is_added, ___):
-            rest = (None, activation, kind.gated, True, True, has_bias)
-            dx, dups, dbiases, made = torch.ops.fastbert.feed_forward_bwd_cuda(dout, h, pre, up, down, *rest)
-            dup.copy_(dups[0])
-            ddown.copy_(made)
-            if has_bias:
-                dup_bias.copy_(dbiases[0])
-            return dh.add_(dx) if is_added else dx
-
-        return feed_forward_bwd
-
-
-_OF_NORMS = frozenset(("output_biases", "down_biases")) | frozenset(
-    f"{half}_norm_{what}" for half in ("attention", "feed_forward") for what in ("weights", "biases")
-)
-
-
-def their_vectors(backend: Backend, dtype: torch.dtype, vectors: torch.dtype) -> frozenset[str]:
-    """Those of Plan.vectors that kernels make themselves, by the dtypes of x and of the parameters."""
-    return _OF_NORMS if backend is Backend.CUDA and dtype is vectors else frozenset()
-
-
-def layer_kernels(backend: Backend) -> type[LayerKernels]:
-    return LayerKernels if backend is Backend.TRITON else CudaLayerKernels

@@ -5,12 +5,12 @@ Tensors of one name are rows of one buffer where all are alike: to make a tensor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from fastbert.ops.layers.gpu.plan import Plan, Tensors
+from fastbert.ops.layers.gpu.plan import Tensors
 
 _TO_16_BYTES = 4  # of float32: what is launched without a look of Triton's begins at a multiple of that
 
@@ -18,18 +18,11 @@ _TO_16_BYTES = 4  # of float32: what is launched without a look of Triton's begi
 class Memory:
     """memory[name] has a tensor for each of `count` places, or None.
 
-    like: (total_tokens, width), in the products' dtype. vectors: the parameters' dtype. theirs: names of what kernels
-    make themselves: their places are filled by the caller, and each tensor is held by itself.
+    like: (total_tokens, width), in the products' dtype. vectors: the parameters' dtype.
     """
 
-    def __init__(
-        self,
-        like: torch.Tensor,
-        vectors: torch.dtype,
-        count: int,
-        theirs: Collection[str] = (),
-    ):
-        self._like, self._count, self._theirs = like, count, theirs
+    def __init__(self, like: torch.Tensor, vectors: torch.dtype, count: int):
+        self._like, self._count = like, count
         self._dtypes = {"rows": like.dtype, "vector": vectors}
         self._whole: dict[str, torch.Tensor] = {}  # of the names whose tensors are rows of one
         self._lists: dict[str, list[Any]] = {}
@@ -38,7 +31,7 @@ class Memory:
         return self._lists.setdefault(name, [None] * self._count)
 
     def make(self, tensors: Tensors) -> None:
-        if tensors.name in self._theirs or not tensors.places:
+        if not tensors.places:
             return
         if tensors.are_alike:
             shape = (len(tensors.places), *self._shape(tensors, tensors.widths[0]))
@@ -65,7 +58,7 @@ class Memory:
         """What `held` gave, which goes on behind it."""
         if not tensors.places:
             return
-        if tensors.are_alike and tensors.name not in self._theirs:
+        if tensors.are_alike:
             self._put_whole(tensors, next(held))
         else:
             self._put(tensors, [next(held) for _ in tensors.places])
@@ -118,11 +111,3 @@ class Memory:
 
     def _new(self, shape: tuple[int, ...], tensors: Tensors) -> torch.Tensor:
         return self._like.new_empty(shape, dtype=self._dtypes.get(tensors.form, torch.float32))
-
-
-def weights_memory(plan: Plan, x: torch.Tensor, vectors: torch.dtype) -> list[torch.Tensor]:
-    """For what merged_weights.py makes of parameters of the dtype of `vectors`: weights as products of x take them,
-    and those vectors that junctions take.
-    """
-    size = plan.layout.merged_size(vectors is not x.dtype)
-    return [x.new_empty(size), x.new_empty(plan.size_of_vectors, dtype=vectors)]

@@ -62,8 +62,15 @@ class Plan:
     biases those that junction_biases names, and then all norms; vector_places says where each begins.
     """
 
-    def __init__(self, kinds: tuple[LayerNumbers, ...], hidden_size: int, inner: tuple[int, ...], recomputes: bool):
-        self.kinds, self.hidden_size, self.intermediate_sizes = kinds, hidden_size, inner
+    def __init__(
+        self,
+        kinds: tuple[LayerNumbers, ...],
+        activation: str,
+        hidden_size: int,
+        inner: tuple[int, ...],
+        recomputes: bool,
+    ):
+        self.kinds, self.activation, self.hidden_size, self.intermediate_sizes = kinds, activation, hidden_size, inner
         self.recomputes, self.norm_first, self.rms = recomputes, kinds[0].norm_first, kinds[0].rms
         self.layout = Layout(kinds, hidden_size, inner)
         self.distinct_kinds = tuple(dict.fromkeys(kinds))
@@ -185,19 +192,13 @@ def _some(norms: tuple[Norm | None, Norm | None]) -> Norm:
 
 
 @functools.lru_cache(maxsize=64)
-def kinds_of(layers: tuple[int, ...], ints: tuple[int, ...], floats: tuple[float, ...]) -> tuple[LayerNumbers, ...]:
-    """Of each layer."""
-    numbers = LayerNumbers.read(ints, floats)
-    return tuple([numbers[at] for at in layers])
-
-
-@functools.lru_cache(maxsize=64)
 def plan_of(
+    kinds: tuple[LayerNumbers, ...],
     layers: tuple[int, ...],
-    ints: tuple[int, ...],
-    floats: tuple[float, ...],
+    activation: str,
     hidden_size: int,
     inner: tuple[int, ...],
     recomputes: bool,
 ) -> Plan:
-    return Plan(kinds_of(layers, ints, floats), hidden_size, inner, recomputes)
+    """kinds, layers, activation: of LayerOperands."""
+    return Plan(tuple([kinds[at] for at in layers]), activation, hidden_size, inner, recomputes)

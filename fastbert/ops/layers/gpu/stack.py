@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastbert.ops.attention.rotary import Rotary
 from fastbert.ops.layers.gpu.kernels import LayerKernels, project
 from fastbert.ops.layers.gpu.memory import Memory
 from fastbert.ops.layers.gpu.merged_weights import is_copied
@@ -23,51 +24,58 @@ ENTRIES = ("entry_sums", "entry_hs", "entry_means", "entry_rstds")
 MIDDLES = ("middle_sums", "middle_hs", "middle_means", "middle_rstds")
 
 
-class Operands(NamedTuple):
-    """What a call brings beside x. flat, kept_weights: of `merged`. vectors: those that junctions take (Plan). tiles,
-    tile_sizes: of each kind of layer. philox: (layers, 3 or 4, 2). tables: cos, sin, interleaved, by_token.
+class MergedWeights(NamedTuple):
+    """The weights of all layers. flat: what products take of them, in x's dtype, as the plan's Layout has it. kept:
+    those that products take as they are. vectors: biases and norms, as the Plan has them, in the weights' dtype.
     """
 
     flat: torch.Tensor
-    kept_weights: Sequence[torch.Tensor]
+    kept: Sequence[torch.Tensor]
     vectors: torch.Tensor
+
+
+class Batch(NamedTuple):
+    """What a call brings beside x and weights. tiles, tile_sizes: of each kind of layer. philox: (layers, 3 or 4, 2).
+    rotary, window_positions: as attention takes them.
+    """
+
     tiles: Sequence[torch.Tensor]
     tile_sizes: Sequence[int]
     philox: torch.Tensor | None
-    activation: str
-    tables: Sequence[tuple[torch.Tensor, torch.Tensor, bool, bool]]
+    rotary: Sequence[Rotary]
     window_positions: torch.Tensor | None
 
 
 class Stack:
     """A plan's layers on one batch: what both directions share."""
 
-    def __init__(self, plan: Plan, kernels: LayerKernels, operands: Operands, x: torch.Tensor):
-        self.plan, self.kernels, self.operands, self.x = plan, kernels, operands, x
+    def __init__(self, plan: Plan, merged: MergedWeights, batch: Batch, x: torch.Tensor):
+        self.plan, self.merged, self.batch, self.x = plan, merged, batch, x
+        self.kernels = LayerKernels(x, plan.rms)
         self.num_layers = len(plan.kinds)
         self.head_widths = [(queries * size, keys * size, keys * size) for queries, keys, size in plan.heads]
         self.kinds = [
-            (kind, tiles, size, operands.window_positions if max(kind.window_left, kind.window_right) >= 0 else None)
-            for kind, tiles, size in zip(plan.distinct_kinds, operands.tiles, operands.tile_sizes, strict=True)
+            (kind, tiles, size, batch.window_positions if max(kind.window_left, kind.window_right) >= 0 else None)
+            for kind, tiles, size in zip(plan.distinct_kinds, batch.tiles, batch.tile_sizes, strict=True)
         ]
         self.tiles = self.of_layers([tiles for _, tiles, _, _ in self.kinds])
         self.positions = self.of_layers([positions for *_, positions in self.kinds])
         # By the order of LayerNumbers' dropouts; without an inner one nobody looks at its.
         self.seeds: list[Sequence[Any]] = [[None] * self.num_layers] * 4
-        if operands.philox is not None:
-            each = [t.unbind() for t in operands.philox.unbind(1)]
+        if batch.philox is not None:
+            each = [t.unbind() for t in batch.philox.unbind(1)]
             self.seeds = [each[0], each[1], each[-2], each[-1]]
 
     def vector(self, place: int) -> torch.Tensor:
         """One of those that junctions take."""
-        return self.operands.vectors[place : place + self.plan.hidden_size]
+        return self.merged.vectors[place : place + self.plan.hidden_size]
 
     def of_layers(self, of_kinds: Sequence[Any]) -> list[Any]:
         return [of_kinds[number] for number in self.plan.which_kind]
 
     def weights(self, transposed: bool) -> list[Sequence[torch.Tensor]]:
         """qkv, output, up and down of each layer, as products forward take them if transposed."""
-        flat, given, kept = self.operands.flat, self.operands.vectors.dtype, iter(self.operands.kept_weights)
+        flat, given, kept = self.merged.flat, self.merged.vectors.dtype, iter(self.merged.kept)
         runs = self.plan.layout.runs
         if given is not flat.dtype:
             return [run.within(flat, transposed) for run in runs]  # type: ignore[misc]
@@ -88,7 +96,7 @@ class Stack:
         )
 
     def _rotation(self, kind: LayerNumbers, tiles: torch.Tensor, tile: int, inverse: bool) -> Callable[..., None]:
-        table = self.operands.tables[kind.rotary]
+        table = self.batch.rotary[kind.rotary]
         launch = self.kernels.rotate(kind, tiles, tile, table, inverse)
         return lambda q, k: launch(q, k, q, k, table[0], table[1], tiles)
 
@@ -99,15 +107,13 @@ class Stack:
         for key in zip(self.plan.which_kind, self.plan.intermediate_sizes, *others, strict=True):
             if key not in bound:
                 number, *rest = key
-                bound[key] = bind(self.operands.activation, self.plan.distinct_kinds[number], *rest)
+                bound[key] = bind(self.plan.activation, self.plan.distinct_kinds[number], *rest)
             made.append(bound[key])
         return made
 
     def memory(self) -> Memory:
         """Without anything in it but x, which is the first junction's sum."""
-        theirs = {"pres"} if self.kernels.makes_feed_forward else set()
-        theirs |= {*ENTRIES, *MIDDLES} if self.kernels.makes_norms else set()
-        memory = Memory(self.x, self.operands.vectors.dtype, self.num_layers + 1, theirs)
+        memory = Memory(self.x, self.merged.vectors.dtype, self.num_layers + 1)
         memory["entry_sums"][0] = self.x
         return memory
 
@@ -155,7 +161,7 @@ class Forward:
     def __init__(self, stack: Stack, memory: Memory):
         self.stack, plan, x, kernels = stack, stack.plan, stack.x, stack.kernels
         self.qkv_weights, self.output_weights, self.up_weights, self.down_weights = stack.weights(transposed=True)
-        self.qkv_biases, self.up_biases = (run.within(stack.operands.flat) for run in plan.layout.bias_runs)
+        self.qkv_biases, self.up_biases = (run.within(stack.merged.flat) for run in plan.layout.bias_runs)
         self.attend = stack.bind_attention(kernels.attention_fwd)
         self.rotate = stack.bind_rotations(inverse=False)
         self.run_feed_forward = stack.bind_feed_forward(kernels.feed_forward)
@@ -181,27 +187,18 @@ class Forward:
     def _join(self, bound: tuple, x: Any, residual: Any, names: Names, at: int) -> None:
         launch, bias, weight, norm_bias, seed, has_norm = bound
         if has_norm:
-            made = launch(
-                x, bias, residual, weight, norm_bias, seed, names.hs[at], names.sums[at], names.means[at],
-                names.rstds[at],
-            )  # fmt: skip
-            if made is not None:
-                names.hs[at], names.sums[at], names.means[at], names.rstds[at] = made
+            made = (names.hs[at], names.sums[at], names.means[at], names.rstds[at])
+            launch(x, bias, residual, weight, norm_bias, seed, *made)
         else:  # what some norm makes of the sum is left
-            left = torch.empty_like(self.stack.x)
-            rest = (left, names.sums[at], self.nothing_of_norm, self.nothing_of_norm)
-            made = launch(x, bias, residual, weight, None, seed, *rest)
-            if made is not None:
-                names.sums[at] = names.hs[at] = made[1]
+            made = (torch.empty_like(self.stack.x), names.sums[at], self.nothing_of_norm, self.nothing_of_norm)
+            launch(x, bias, residual, weight, None, seed, *made)
 
     def start(self) -> None:
         launch, _, weight, norm_bias, _, has_norm = self.join_entries[0]
         if has_norm:
             names = self.entries
-            rest = (names.hs[0], self.nothing, names.means[0], names.rstds[0])
-            made = launch(names.sums[0], None, None, weight, norm_bias, None, *rest)
-            if made is not None:
-                names.hs[0], _, names.means[0], names.rstds[0] = made
+            made = (names.hs[0], self.nothing, names.means[0], names.rstds[0])
+            launch(names.sums[0], None, None, weight, norm_bias, None, *made)
 
     def attention(self, i: int) -> None:
         """Up to the operand of the wide product."""
@@ -209,24 +206,19 @@ class Forward:
         project(entries.hs[i], self.qkv_weights[i], self.qkv_biases[i], self.qkvs[i])
         if self.rotate[i] is not None:
             self.rotate[i](q, k)
-        self.attend[i](
-            q, k, self.v[i], self.contexts[i], self.tops[i], self.totals[i], stack.tiles[i], stack.seeds[0][i],
-            stack.positions[i],
-        )  # fmt: skip
+        made = (self.contexts[i], self.tops[i], self.totals[i])
+        self.attend[i](q, k, self.v[i], *made, stack.tiles[i], stack.seeds[0][i], stack.positions[i])
         torch.mm(self.contexts[i], self.output_weights[i], out=self.product)
         residual = entries.sums[i] if stack.plan.norm_first else entries.hs[i]
         self._join(self.join_middles[i], self.product, residual, self.middles, i)
 
     def feed_forward(self, i: int) -> None:
-        stack, middles, out = self.stack, self.middles, self.product
-        made = self.run_feed_forward[i](
-            middles.hs[i], self.up_weights[i], self.up_biases[i], self.down_weights[i], self.pres[i], self.inners[i],
-            self.product, stack.seeds[2][i],
-        )  # fmt: skip
-        if made is not None:
-            out, self.pres[i] = made
+        stack, middles = self.stack, self.middles
+        weights = (self.up_weights[i], self.up_biases[i], self.down_weights[i])
+        made = (self.pres[i], self.inners[i], self.product)
+        self.run_feed_forward[i](middles.hs[i], *weights, *made, stack.seeds[2][i])
         residual = middles.sums[i] if stack.plan.norm_first else middles.hs[i]
-        self._join(self.join_entries[i + 1], out, residual, self.entries, i + 1)
+        self._join(self.join_entries[i + 1], self.product, residual, self.entries, i + 1)
 
     def again(self, i: int) -> None:
         """What a layer would have kept."""
@@ -234,9 +226,7 @@ class Forward:
         if norm is not None:
             _, _, weight, norm_bias, *_ = self.join_entries[i]
             launch = self.stack.kernels.norm_fwd(0.0, norm.eps, False, False, norm_bias is not None, False, False)
-            rest = (names.hs[i], self.nothing, self.nothing_of_norm, self.nothing_of_norm)
-            made = launch(names.sums[i], None, None, weight, norm_bias, None, *rest)
-            if made is not None:
-                names.hs[i] = made[0]
+            made = (names.hs[i], self.nothing, self.nothing_of_norm, self.nothing_of_norm)
+            launch(names.sums[i], None, None, weight, norm_bias, None, *made)
         self.attention(i)
         project(self.middles.hs[i], self.up_weights[i], self.up_biases[i], self.pres[i])

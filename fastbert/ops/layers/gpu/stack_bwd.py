@@ -14,9 +14,9 @@ from fastbert.ops.layers.gpu.stack import ENTRIES, MIDDLES, Forward, Names, Stac
 
 def backward(
     stack: Stack, dout: torch.Tensor, kept: Sequence[torch.Tensor], dweights: torch.Tensor, needs_dx: bool
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """dx, and the gradients of biases and norms, as plan.vectors has them. dweights: memory for the gradients of all
-    weights, as Layout has them.
+) -> tuple[torch.Tensor, Memory]:
+    """dx, and the gradients of biases and norms, by the names of plan.vectors. dweights: memory for the gradients of
+    all weights, as Layout has them.
     """
     plan, memory, held = stack.plan, stack.memory(), iter(kept)
     for tensors in plan.kept:
@@ -29,7 +29,7 @@ def backward(
             forward.again(i)
         layers.feed_forward(i)
         layers.attention(i, needs_dx)
-    return layers.start(), layers.vectors.held(plan.vectors)
+    return layers.start(), layers.vectors
 
 
 class _Rows:
@@ -50,12 +50,12 @@ class _Backward:
 
     def __init__(self, stack: Stack, memory: Memory, dweights: torch.Tensor, dout: torch.Tensor):
         self.stack, self.dh = stack, dout.contiguous()
-        plan, kernels, x, of_parameters = stack.plan, stack.kernels, stack.x, stack.operands.vectors.dtype
+        plan, kernels, x, of_parameters = stack.plan, stack.kernels, stack.x, stack.merged.vectors.dtype
         self.qkv_weights, self.output_weights, self.up_weights, self.down_weights = stack.weights(transposed=False)
         self.dqkv_weights, self.doutput_weights, self.dup_weights, self.ddown_weights = (
             run.within(dweights) for run in plan.layout.runs
         )
-        self.vectors = Memory(x, of_parameters, stack.num_layers, kernels.their_vectors)
+        self.vectors = Memory(x, of_parameters, stack.num_layers)
         for tensors in plan.vectors:
             self.vectors.make(tensors)
         self.dqkv_biases, self.dup_biases = self.vectors["qkv_biases"], self.vectors["up_biases"]
@@ -101,24 +101,15 @@ class _Backward:
             if p > 0:
                 dx = self.product
                 stack.kernels.dropout(self.stack.x.shape[1], p)(dh, stack.seeds[junction.seed][layer], dx)
-            if has_bias and rows.biases[layer] is None:
-                rows.biases[layer] = torch.sum(dx, 0, dtype=stack.operands.vectors.dtype)
-            elif has_bias:
+            if has_bias:
                 torch.sum(dx, 0, dtype=rows.biases[layer].dtype, out=rows.biases[layer])
             return dx
         dx, dsummed = self.product, self._spare(dh, dsum)
-        made = stack.kernels.norm_bwd(p, dsum is not None, has_bias)(
-            dh, dsum, names.sums[at], names.means[at], names.rstds[at], stack.vector(norm.weight),
-            None if junction.is_start else stack.seeds[junction.seed][layer], dx, dsummed,
-            rows.biases[layer] if has_bias else nowhere, rows.weights[of_norm],
-            rows.norm_biases[of_norm] if norm.bias >= 0 else nowhere,
-        )  # fmt: skip
-        if made is not None:
-            dx, dsummed, dbias, rows.weights[of_norm], dnorm_bias = made
-            if has_bias:
-                rows.biases[layer] = dbias
-            if norm.bias >= 0:
-                rows.norm_biases[of_norm] = dnorm_bias
+        normed = (names.sums[at], names.means[at], names.rstds[at], stack.vector(norm.weight))
+        seed = None if junction.is_start else stack.seeds[junction.seed][layer]
+        dbias = rows.biases[layer] if has_bias else nowhere
+        dnorm = (rows.weights[of_norm], rows.norm_biases[of_norm] if norm.bias >= 0 else nowhere)
+        stack.kernels.norm_bwd(p, dsum is not None, has_bias)(dh, dsum, *normed, seed, dx, dsummed, dbias, *dnorm)
         self.dsum = dsummed
         return dx if p > 0 else dsummed
 
@@ -136,11 +127,11 @@ class _Backward:
         of_norm = i + 1 if plan.norm_first else i
         dx = self._join(plan.entries[i + 1], self.entries, i + 1, self.entry_rows, i, of_norm)
         dh, is_added = self._next(plan.middles[i].norm is not None, dx)
-        self.dh = self.run_feed_forward[i](
-            dx, self.middles.hs[i], self.pres[i], self.up_weights[i], self.down_weights[i], self.narrow[i],
-            self.wide[i], self.dup_weights[i], self.ddown_weights[i], self.dup_biases[i], dh, is_added,
-            self.stack.seeds[2][i],
-        )  # fmt: skip
+        kept = (self.middles.hs[i], self.pres[i], self.up_weights[i], self.down_weights[i])
+        gradients = (self.dup_weights[i], self.ddown_weights[i], self.dup_biases[i], dh)
+        run = self.run_feed_forward[i]
+        run(dx, *kept, self.narrow[i], self.wide[i], *gradients, is_added, self.stack.seeds[2][i])
+        self.dh = dh
         if is_added:
             self.dsum = None
 
@@ -150,10 +141,9 @@ class _Backward:
         dqkv, dq, dk = self.dqkvs[i], self.dq[i], self.dk[i]
         torch.mm(dx.t(), self.contexts[i], out=self.doutput_weights[i])
         torch.mm(dx, self.output_weights[i], out=self.dcontexts[i])
-        self.attend[i](
-            self.dcontexts[i], self.q[i], self.k[i], self.v[i], self.contexts[i], self.tops[i], self.totals[i],
-            dq, dk, self.dv[i], stack.tiles[i], stack.seeds[0][i], stack.positions[i],
-        )  # fmt: skip
+        kept = (self.q[i], self.k[i], self.v[i], self.contexts[i], self.tops[i], self.totals[i])
+        batch = (stack.tiles[i], stack.seeds[0][i], stack.positions[i])
+        self.attend[i](self.dcontexts[i], *kept, dq, dk, self.dv[i], *batch)
         if self.rotate[i] is not None:
             self.rotate[i](dq, dk)
         torch.mm(dqkv.t(), self.entries.hs[i], out=self.dqkv_weights[i])
