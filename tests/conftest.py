@@ -29,6 +29,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import collector
+import interpreted_like_a_gpu
 import judging
 from core_seconds import CoreSeconds
 from full import mark_those_left_to_full
@@ -36,7 +37,7 @@ from seeds import SEED, manual_seed
 from torch import distributed as dist
 
 import fastbert
-from fastbert.testing import interpreter
+from benchmarks.gpu.simulated import interpreter
 
 collector.install()
 judging.install()
@@ -163,10 +164,10 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def products_of_a_gpu() -> Iterator[None]:
-    """Interpreted products with a GPU's bits: one sum has others in another block (fastbert/testing/interpreter.py)."""
+    """Interpreted products with a GPU's bits: one sum has others in another block."""
     if torch.cuda.is_available():
         pytest.skip("a GPU has products of its own")
-    with interpreter.products_of_a_gpu():
+    with interpreted_like_a_gpu.products_of_a_gpu():
         yield
 
 

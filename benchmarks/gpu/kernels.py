@@ -28,11 +28,11 @@ import fastbert
 from benchmarks.gpu import rowwise, sequences
 from benchmarks.gpu.checks import Checks, Function, Tensors, Where, assert_keep_rate, compare, isolates_rows, repeats
 from benchmarks.gpu.record import Record, failures_of_a_kernel, results_in, results_of, run_limited, say_result
+from benchmarks.gpu.simulated.interpreter import mend_triton_interpreter
 from fastbert import ops
 from fastbert.backend import ORDER, SUPPORTS, Backend
 from fastbert.testing import reference
 from fastbert.testing.cases import ROWS
-from fastbert.testing.interpreter import mend_triton_interpreter
 
 # --------------------------------------------------------------------------------------------------------------------
 # add_layer_norm and add_rms_norm; the other ops' checks are in rowwise.py and sequences.py

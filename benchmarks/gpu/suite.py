@@ -222,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
     if has_gpu:
         keep_caches()
     elif args.smoke:
-        from fastbert.testing.interpreter import mend_triton_interpreter
+        from benchmarks.gpu.simulated.interpreter import mend_triton_interpreter
 
         os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads when it is imported
         mend_triton_interpreter()

@@ -13,6 +13,7 @@ from kinds import of_every_kind, of_few_kinds
 from seeds import manual_seed
 
 import fastbert
+from benchmarks.gpu.simulated.no_graphs import NoGraphs
 from fastbert.cuda_graphs import encoder
 from fastbert.cuda_graphs.blocks import StaticBatch
 from fastbert.cuda_graphs.buckets import INFERENCE, Sizes, bucket_for
@@ -20,7 +21,6 @@ from fastbert.cuda_graphs.encoder import GraphedEncoder
 from fastbert.errors import InputError
 from fastbert.models.auto import model_class
 from fastbert.packed_inputs import ModelInputs
-from fastbert.testing.graphs import NoGraphs
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 ON_GPU = torch.cuda.is_available()

@@ -10,6 +10,7 @@ import torch
 from benchmarks.gpu import profile
 from benchmarks.gpu.models import heard
 from benchmarks.gpu.record import TARGETS, open_record
+from benchmarks.gpu.simulated.no_graphs import NoGraphs
 from benchmarks.gpu.steps import part, replays
 from benchmarks.gpu.steps.batches import BATCHES, NO_LABEL, SIZES, Texts, lengths_of
 from benchmarks.gpu.steps.contestant import GRAPHS, ONE_OP, OP_BY_OP, PROFILE, StepSubject
@@ -18,7 +19,6 @@ from benchmarks.gpu.steps.ways import layers_seen, op_by_op
 from fastbert.backend import FUSED, SUPPORTS
 from fastbert.bench.compete import ContestantProcess
 from fastbert.native.availability import extension_error
-from fastbert.testing.graphs import NoGraphs
 
 SMOKE = Setting(torch.device("cpu"), smoke=True)
 TASK = {"threads": 1, "model": "tiny-words", "limit": 60, "smoke": True, "batches": ["1k ragged"]}

@@ -8,9 +8,9 @@ import pytest
 import torch
 from attention_cases import SLACK, make, needs_triton
 from full import halved
+from interpreted_like_a_gpu import unordered_accesses
 
 from fastbert import ops
-from fastbert.testing.interpreter import unordered_accesses
 
 pytestmark = [
     needs_triton,

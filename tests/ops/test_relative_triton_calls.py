@@ -8,13 +8,13 @@ import pytest
 import torch
 from attention_cases import SLACK, make, needs_triton
 from full import thinned
+from interpreted_like_a_gpu import unordered_accesses
 from relative_cases import TERMS, check_operands_where_they_lie, holes, make_terms, run
 
 from fastbert.backend import BackendError, use_backend
 from fastbert.ops import Relative, attention
 from fastbert.ops.attention.relative_triton import _places, _where
 from fastbert.testing.cases import Lengths
-from fastbert.testing.interpreter import unordered_accesses
 
 pytestmark = needs_triton
 FEW = Lengths("few", (7, 20, 1), slack=3)

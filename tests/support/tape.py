@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fastbert.testing.graphs import NoGraphs
+from benchmarks.gpu.simulated.no_graphs import NoGraphs
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -19,11 +19,11 @@ from dry_launches import as_gpu
 from graphed_steps import batch, make_step, run_step
 from launch_trace import Launches, Recorder, Trace, differences, without_compiler
 
+from benchmarks.gpu.simulated.no_graphs import NoGraphs
 from fastbert import packing
 from fastbert.backend import use_backend
 from fastbert.ops import packing as packing_op
 from fastbert.packed_inputs import PackedInputs
-from fastbert.testing.graphs import NoGraphs
 from fastbert.training.graphed import GraphedStep
 
 STEPS = 3  # of a bucket: in the first its graph is captured

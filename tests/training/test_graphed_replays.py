@@ -14,9 +14,9 @@ from host_syncs import HostSyncs
 from tape import TapeGraphs
 from training_runs import ALONE, OPTIONS, PHASE, make_loop, make_model
 
+from benchmarks.gpu.simulated.no_graphs import NoGraphs
 from fastbert.backend import use_backend
 from fastbert.native.availability import triton_error
-from fastbert.testing.graphs import NoGraphs
 from fastbert.training.graphed import GraphedStep
 from fastbert.training.pretraining import MaskedLM
 from fastbert.training.train_step import TrainStep

@@ -13,6 +13,7 @@ from seeds import numpy_generator
 from tape import TapeGraphs
 from training_runs import ALONE, OPTIONS, PHASE, losses_of, make_loop, make_model, until
 
+from benchmarks.gpu.simulated.no_graphs import NoGraphs
 from fastbert.backend import use_backend
 from fastbert.cuda_graphs.blocks import stage
 from fastbert.cuda_graphs.buckets import Buckets, Sizes
@@ -20,7 +21,6 @@ from fastbert.data.batches import Steps, StepSampler
 from fastbert.errors import TrainingError
 from fastbert.native.availability import triton_error
 from fastbert.packed_inputs import pack_inputs
-from fastbert.testing.graphs import NoGraphs
 from fastbert.testing.numerics import assert_close_to_reference
 from fastbert.training.distributed import World
 from fastbert.training.finetuning.embedding import Embedding

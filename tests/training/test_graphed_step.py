@@ -11,8 +11,8 @@ from graphed_steps import WORDS, batch, kept, make_step, mean_loss, run_step
 from torch import nn
 
 import fastbert
+from benchmarks.gpu.simulated.no_graphs import NoGraphs
 from fastbert.errors import InputError
-from fastbert.testing.graphs import NoGraphs
 from fastbert.testing.numerics import assert_close_to_reference
 from fastbert.training.graphed import GraphedStep
 from fastbert.training.graphed.losses import LossRing

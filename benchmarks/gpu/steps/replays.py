@@ -17,6 +17,7 @@ from torch import nn
 
 import fastbert
 from benchmarks.gpu.record import failures_of_a_kernel, say_result
+from benchmarks.gpu.simulated.no_graphs import NoGraphs
 from benchmarks.gpu.steps.batches import Texts, shrunk
 from benchmarks.gpu.steps.ways import MAX_NORM, graphs_on, op_by_op, plain_step
 from benchmarks.gpu.subject import FIELDS
@@ -25,7 +26,6 @@ from fastbert.cuda_graphs.buckets import Sizes
 from fastbert.cuda_graphs.capture import Graphs
 from fastbert.packed_inputs import PackedInputs
 from fastbert.testing.cases import RAGGED_32
-from fastbert.testing.graphs import NoGraphs
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 from fastbert.training.graphed import GraphedStep
 from fastbert.training.optimizers import make_optimizer, parameter_groups

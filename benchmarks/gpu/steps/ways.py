@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.simulated.no_graphs import NoGraphs
 from fastbert.backend import FUSED, SUPPORTS
 from fastbert.cuda_graphs.capture import CudaGraphs, Graphs
-from fastbert.testing.graphs import NoGraphs
 from fastbert.training.optimizers import clip_and_step
 
 MAX_NORM = 1.0
