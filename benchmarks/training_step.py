@@ -85,9 +85,9 @@ class TimedAdamW(AdamW):
         super().zero_grad(set_to_none)
         self.seconds[-1] += now() - start
 
-    def clip_and_step(self, max_norm: float) -> torch.Tensor:
+    def one_pass(self, max_norm: float) -> torch.Tensor | None:
         start = now()
-        norm = super().clip_and_step(max_norm)
+        norm = super().one_pass(max_norm)
         self.seconds.append(now() - start + self.late)
         self.late = 0.0
         return norm

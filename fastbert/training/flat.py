@@ -14,15 +14,20 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from fastbert import ops
 
 # What of a group's options fastbert.ops computes in one pass over all weights. With other values a step is torch's own.
-ONE_PASS = {
-    "amsgrad": False,
-    "maximize": False,
-    "capturable": False,
-    "differentiable": False,
-    "decoupled_weight_decay": True,
-}
+ONE_PASS = {"amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": True}
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _GRAD = attrgetter("grad")
+
+
+def groups_unsupported(optimizer: torch.optim.AdamW) -> str | None:
+    """Why no pass over all weights of this optimizer computes its step, by the options of its groups."""
+    first, *others = optimizer.param_groups
+    if any(group["betas"] != first["betas"] or group["eps"] != first["eps"] for group in others):
+        return "the optimizer's groups differ in betas or eps"
+    for name, value in ONE_PASS.items():
+        if any(group[name] != value for group in optimizer.param_groups):
+            return f"the optimizer has {name}={not value}"
+    return None
 
 
 def optimizer_unsupported(
@@ -33,12 +38,9 @@ def optimizer_unsupported(
     """
     if not isinstance(optimizer, torch.optim.AdamW):
         return f"the optimizer is a {type(optimizer).__name__}, and AdamW is the one whose steps can be captured"
-    first, *others = optimizer.param_groups
-    if any(group["betas"] != first["betas"] or group["eps"] != first["eps"] for group in others):
-        return "the optimizer's groups differ in betas or eps"
-    for name, value in ONE_PASS.items():
-        if name != "capturable" and any(group[name] != value for group in optimizer.param_groups):
-            return f"the optimizer has {name}={not value}"
+    reason = groups_unsupported(optimizer)
+    if reason is not None:
+        return reason
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or _global_optimizer_pre_hooks:
         return "the optimizer has hooks"
     weights = [p for group in optimizer.param_groups for p in group["params"]]

@@ -15,7 +15,7 @@ from fastbert import ops
 from fastbert.backend import first_to_serve
 from fastbert.errors import ConfigError
 from fastbert.models.base import PreTrainedModel, held_models
-from fastbert.training.flat import ONE_PASS, FlatOptimizer, optimizer_unsupported
+from fastbert.training.flat import FlatOptimizer, groups_unsupported, optimizer_unsupported
 
 OPTIMIZERS = ("adamw", "lamb")
 
@@ -88,22 +88,12 @@ def clip_and_step(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Te
 
     Returns their norm before, float32 (); NaN where max_norm is 0.
     """
+    norm = optimizer.one_pass(max_norm) if isinstance(optimizer, AdamW) else None
+    return _clip_then_step(optimizer, max_norm) if norm is None else norm
+
+
+def _clip_then_step(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if isinstance(optimizer, AdamW):
-        if is_on_cpu(parameters):
-            return optimizer.clip_and_step(max_norm)
-        if first_to_serve("adamw_flat", parameters[0]) is not None:
-            norm = optimizer.clip_and_step_flat(max_norm)
-            if norm is not None:
-                return norm
-    return _clip_then_step(optimizer, parameters, max_norm)
-
-
-def is_on_cpu(parameters: list[torch.Tensor]) -> bool:
-    return all(type(p) is nn.Parameter and p.device.type == "cpu" for p in parameters)
-
-
-def _clip_then_step(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], max_norm: float) -> torch.Tensor:
     for p in parameters:
         if p.grad is not None and p.grad.is_sparse:  # which torch's optimizers do not take
             p.grad = p.grad.to_dense()
@@ -132,8 +122,8 @@ class _WithoutDynamo(torch.optim.Optimizer):
 
 
 class AdamW(_WithoutDynamo, torch.optim.AdamW):
-    """torch's AdamW, whose state it has. All weights take one pass, clipping included (fastbert.ops.adamw on a CPU,
-    adamw_flat on a GPU).
+    """torch's AdamW, whose state it has. In `clip_and_step` all weights take one pass, clipping included
+    (fastbert.ops.adamw on a CPU, adamw_flat on a GPU).
 
     Rows of a table that has sparse gradients take a step only when they are looked up again: whoever reads such a table
     calls `catch_up` before, and so does whoever writes to it, loads a state into the model for example (what PyTorch
@@ -179,12 +169,18 @@ class AdamW(_WithoutDynamo, torch.optim.AdamW):
         for deferred in self._deferred.values():
             ops.adamw_deferred(deferred, rows=rows)
 
-    def clip_and_step(self, max_norm: float) -> torch.Tensor:
-        """A step; returns the norm of the gradients, float32 (). It is torch's own, one tensor after the other, where
-        groups differ in betas or eps, or have an option that fastbert.ops.adamw does not compute (amsgrad, maximize).
+    def one_pass(self, max_norm: float) -> torch.Tensor | None:
+        """A step over all weights at once; returns the norm of the gradients, float32 ().
+
+        None where they need torch's own step, one tensor after the other: groups that differ in betas or eps, options
+        that fastbert.ops does not compute (amsgrad, maximize), sharded weights. Nothing has changed then.
         """
-        if not self._takes_one_pass():
-            return _clip_then_step(self, [p for group in self.param_groups for p in group["params"]], max_norm)
+        weights = [p for group in self.param_groups for p in group["params"]]
+        if is_on_cpu(weights):
+            return None if groups_unsupported(self) is not None else self.step_on_cpu(max_norm)
+        return None if first_to_serve("adamw_flat", weights[0]) is None else self.step_flat(max_norm)
+
+    def step_on_cpu(self, max_norm: float) -> torch.Tensor:
         self._opt_called = True  # torch's schedulers ask whether there was a step before theirs
         weights, gradients = list[torch.Tensor](), list[torch.Tensor]()
         rates, decays = list[float](), list[float]()
@@ -209,20 +205,8 @@ class AdamW(_WithoutDynamo, torch.optim.AdamW):
             rates=rates, decays=decays, beta1=beta1, beta2=beta2, eps=eps, max_norm=max_norm,
         )  # fmt: skip
 
-    def _takes_one_pass(self) -> bool:
-        first = self.param_groups[0]
-        return all(
-            group["betas"] == first["betas"]
-            and group["eps"] == first["eps"]
-            and all(group[name] == value for name, value in ONE_PASS.items())
-            for group in self.param_groups
-        )
-
-    def clip_and_step_flat(self, max_norm: float) -> torch.Tensor | None:
-        """A step over flat buffers, which take the weights' gradients; returns their norm, float32 ().
-
-        None where these weights, gradients or options need torch's own step: nothing has changed then.
-        """
+    def step_flat(self, max_norm: float) -> torch.Tensor | None:
+        """They take the weights' gradients. None where these weights, gradients or options need torch's own step."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None or type(p.grad) is not torch.Tensor or p.grad.is_sparse:
@@ -264,6 +248,10 @@ class AdamW(_WithoutDynamo, torch.optim.AdamW):
         for p in tables.keys() - self._deferred.keys():
             self._deferred[p] = ops.DeferredRows(p, *tables[p])
         return [self._deferred.get(p) for p in weights] if tables else None
+
+
+def is_on_cpu(parameters: list[torch.Tensor]) -> bool:
+    return all(type(p) is nn.Parameter and p.device.type == "cpu" for p in parameters)
 
 
 class Lamb(_WithoutDynamo):

@@ -13,7 +13,7 @@ from seeds import torch_generator
 
 from fastbert import ops
 from fastbert.testing.numerics import assert_close_to_reference
-from fastbert.training.optimizers import AdamW
+from fastbert.training.optimizers import AdamW, clip_and_step
 
 ROWS, STEPS = 60, 70  # more steps than a history has room for at first
 HYPER = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6}
@@ -158,7 +158,7 @@ def leaf_and_optimizer() -> tuple[torch.nn.Parameter, AdamW]:
     for step in range(3):
         optimizer.catch_up(looked_up(step))
         leaf.grad = gradient_of(step, 8)
-        optimizer.clip_and_step(0.0)
+        clip_and_step(optimizer, 0.0)
     return leaf, optimizer
 
 
@@ -183,7 +183,7 @@ def test_whatever_else_reads_the_state_finds_it_whole(how):
             p.grad = {"no gradient": None, "no state": gradient_of(3, 8)}.get(how, gradient_of(3, 8).to_dense())
             if how == "no state":
                 each.state.clear()
-            each.step() if how == "step" else each.clip_and_step(0.0)
+            each.step() if how == "step" else clip_and_step(each, 0.0)
         optimizer.catch_up()
         whole.catch_up()
     assert torch.equal(leaf, wanted)
@@ -200,7 +200,7 @@ def test_a_table_that_was_written_to_while_rows_waited_is_refused(what):
         else:
             leaf.data = leaf.data.clone()
     leaf.grad = gradient_of(3, 8)
-    for call in (optimizer.catch_up, optimizer.state_dict, lambda: optimizer.clip_and_step(0.0)):
+    for call in (optimizer.catch_up, optimizer.state_dict, lambda: clip_and_step(optimizer, 0.0)):
         with pytest.raises(
             RuntimeError, match=r"a table of shape \(60, 8\) was written to while rows of it lacked up to 3"
         ):

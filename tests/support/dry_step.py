@@ -61,7 +61,7 @@ class Step:
         return {
             "forward, loss included": lambda: self.forward(given),
             "backward": lambda: self.loss.backward(),
-            "clipping and the optimizer": lambda: self.optimizer.clip_and_step_flat(1.0),
+            "clipping and the optimizer": lambda: self.optimizer.step_flat(1.0),
         }
 
     def forward(self, given: PackedInputs) -> None:

@@ -67,7 +67,7 @@ def run(dtype: torch.dtype, step) -> list[torch.Tensor]:
 
 
 def test_it_is_torchs_step():
-    found = run(torch.float32, lambda optimizer, max_norm: optimizer.clip_and_step_flat(max_norm))
+    found = run(torch.float32, lambda optimizer, max_norm: optimizer.step_flat(max_norm))
     oracle, near = run(torch.float64, torchs_step), run(torch.float32, torchs_step)
     for actual, exact, baseline in zip(found, oracle, near, strict=True):
         assert_close_to_reference(actual, exact.to(torch.float64), baseline)
@@ -81,7 +81,7 @@ def continued(flat_steps: int, loads: bool = False) -> list[torch.Tensor]:
         if loads and number == 2:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         if number < flat_steps:
-            optimizer.clip_and_step_flat(0.5)
+            optimizer.step_flat(0.5)
         else:
             torchs_step(optimizer, 0.5)
     return [p.detach() for p in model.parameters()]
@@ -141,7 +141,7 @@ def test_what_it_leaves_to_torch(change):
     give(model, gradients_of(model))
     change(model, optimizer)
     weights, gradients = ([t if t is None else t.clone() for t in each] for each in weights_and_gradients(model))
-    assert optimizer.clip_and_step_flat(0.1) is None
+    assert optimizer.step_flat(0.1) is None
     for found, expected in zip(weights_and_gradients(model), (weights, gradients), strict=True):
         assert all(a is b or torch.equal(to_dense(a), to_dense(b)) for a, b in zip(found, expected, strict=True))
 
@@ -152,7 +152,7 @@ def test_hooks_of_all_optimizers_are_called():
     called: list[tuple] = []
     handle = register_optimizer_step_post_hook(lambda *arguments: called.append(arguments))
     try:
-        optimizer.clip_and_step_flat(0.1)
+        optimizer.step_flat(0.1)
     finally:
         handle.remove()
     assert called == [(optimizer, (optimizer,), {})]
@@ -175,7 +175,7 @@ def test_only_the_first_step_asks_how_many_there_were():
     for _ in range(3):
         give(model, gradients_of(make()[0]))
         with Waits() as waits:
-            assert optimizer.clip_and_step_flat(0.0) is not None
+            assert optimizer.step_flat(0.0) is not None
         counts.append(waits.count)
     assert counts == [7, 0, 0]
 
