@@ -51,15 +51,30 @@ def train_theirs(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         model_folder, num_labels=2 if args.task == "sst2" else 1
     )
     arguments = transformers.TrainingArguments(
-        output_dir=folder, per_device_train_batch_size=BATCH, learning_rate=5e-5,
-        num_train_epochs=args.epochs, max_steps=args.max_steps or -1, bf16=True, use_cpu=True,
-        optim="adamw_torch_fused", lr_scheduler_type="linear", warmup_steps=0.1, weight_decay=0.01, seed=args.seed,
-        save_strategy="no", logging_steps=100, report_to=[], disable_tqdm=True,
-    )  # fmt: skip
+        output_dir=folder,
+        per_device_train_batch_size=BATCH,
+        learning_rate=5e-5,
+        num_train_epochs=args.epochs,
+        max_steps=args.max_steps or -1,
+        bf16=True,
+        use_cpu=True,
+        optim="adamw_torch_fused",
+        lr_scheduler_type="linear",
+        warmup_steps=0.1,
+        weight_decay=0.01,
+        seed=args.seed,
+        save_strategy="no",
+        logging_steps=100,
+        report_to=[],
+        disable_tqdm=True,
+    )
     trainer = transformers.Trainer(
-        model, arguments, train_dataset=data, data_collator=transformers.DataCollatorWithPadding(tokenizer),
+        model,
+        arguments,
+        train_dataset=data,
+        data_collator=transformers.DataCollatorWithPadding(tokenizer),
         processing_class=tokenizer,
-    )  # fmt: skip
+    )
     start = time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - start
@@ -74,9 +89,17 @@ def train_ours(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     from fastbert.training.run import execute
 
     options = FinetuneOptions(
-        model="all-MiniLM-L6-v2", train=(args.train,), batch_size=BATCH, epochs=args.epochs, steps=args.max_steps,
-        max_length=LENGTH, learning_rate=5e-5, seed=args.seed, output=f"{folder}/run", save_every=10**6,
-    )  # fmt: skip
+        model="all-MiniLM-L6-v2",
+        train=(args.train,),
+        batch_size=BATCH,
+        epochs=args.epochs,
+        steps=args.max_steps,
+        max_length=LENGTH,
+        learning_rate=5e-5,
+        seed=args.seed,
+        output=f"{folder}/run",
+        save_every=10**6,
+    )
     found = execute(options, make_task)
     return {"seconds": found["seconds"], "steps": found["steps"]}
 
@@ -172,9 +195,13 @@ def main() -> None:
         for name in CONTESTANTS if seed % 2 == 0 else reversed(CONTESTANTS):
             runs[name].append(run(args, name, seed))
     report = {
-        "task": args.task, "machine": describe_machine(), "threads": torch.get_num_threads(),
-        "steps": runs["fastbert"][0]["steps"], "eval": [Path(path).name for path in args.eval], "runs": runs,
-    }  # fmt: skip
+        "task": args.task,
+        "machine": describe_machine(),
+        "threads": torch.get_num_threads(),
+        "steps": runs["fastbert"][0]["steps"],
+        "eval": [Path(path).name for path in args.eval],
+        "runs": runs,
+    }
     print(to_markdown(report))
     if args.output:
         name = f"trainer-{args.task}" + ("-times" if args.max_steps else "")

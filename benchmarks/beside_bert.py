@@ -75,8 +75,10 @@ def measure(mode: str, shape: str, rounds: int) -> dict[str, Any]:
             if turn >= WARM_UP:
                 seconds[name].append(time.perf_counter() - start)
     medians = {name: statistics.median(each) for name, each in seconds.items()}
-    return {"milliseconds": {name: 1e3 * t for name, t in medians.items()},
-            "over bert-base": {name: t / medians[NAMES[0]] for name, t in medians.items()}}  # fmt: skip
+    return {
+        "milliseconds": {name: 1e3 * t for name, t in medians.items()},
+        "over bert-base": {name: t / medians[NAMES[0]] for name, t in medians.items()},
+    }
 
 
 def to_markdown(report: dict[str, Any]) -> str:

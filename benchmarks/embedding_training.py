@@ -102,10 +102,21 @@ def train_ours(given: argparse.Namespace) -> float:
     from fastbert.training.run import execute
 
     options = FinetuneOptions(
-        task="embedding", model=given.start, train=(given.train,), output=given.output, seed=given.seed,
-        epochs=given.epochs, batch_size=given.batch_size, learning_rate=given.lr, precision=given.precision,
-        save_every=10**9, log_every=50, warmup=0.1, weight_decay=0.01, max_length=128,
-    )  # fmt: skip
+        task="embedding",
+        model=given.start,
+        train=(given.train,),
+        output=given.output,
+        seed=given.seed,
+        epochs=given.epochs,
+        batch_size=given.batch_size,
+        learning_rate=given.lr,
+        precision=given.precision,
+        save_every=10**9,
+        log_every=50,
+        warmup=0.1,
+        weight_decay=0.01,
+        max_length=128,
+    )
     execute(options, make_task)
     return time.perf_counter() - begin
 
@@ -126,11 +137,21 @@ def train_theirs(given: argparse.Namespace) -> float:
     loss = CoSENTLoss(model) if "score" in rows.column_names else MultipleNegativesRankingLoss(model)
     steps = -(-len(rows) // given.batch_size) * given.epochs
     arguments = SentenceTransformerTrainingArguments(
-        given.output, num_train_epochs=given.epochs, per_device_train_batch_size=given.batch_size,
-        learning_rate=given.lr, weight_decay=0.01, warmup_steps=round(0.1 * steps), seed=given.seed,
-        bf16=given.precision == "bf16", use_cpu=True, save_strategy="no", report_to=[], logging_steps=50,
-        disable_tqdm=True, optim="adamw_torch_fused",
-    )  # fmt: skip
+        given.output,
+        num_train_epochs=given.epochs,
+        per_device_train_batch_size=given.batch_size,
+        learning_rate=given.lr,
+        weight_decay=0.01,
+        warmup_steps=round(0.1 * steps),
+        seed=given.seed,
+        bf16=given.precision == "bf16",
+        use_cpu=True,
+        save_strategy="no",
+        report_to=[],
+        logging_steps=50,
+        disable_tqdm=True,
+        optim="adamw_torch_fused",
+    )
     SentenceTransformerTrainer(model, arguments, rows, loss=loss).train()
     model.save_pretrained(given.output)
     return time.perf_counter() - begin
@@ -186,9 +207,14 @@ def main() -> None:
                     output = str(root / f"{name}-{seed}")
                     shared = {"epochs": given.epochs, "batch_size": given.batch_size, "lr": given.lr}
                     found = run(
-                        name, start=start, train=files["train"], output=output, seed=seed, precision=given.precision,
+                        name,
+                        start=start,
+                        train=files["train"],
+                        output=output,
+                        seed=seed,
+                        precision=given.precision,
                         **shared,
-                    )  # fmt: skip
+                    )
                     row["seconds"].setdefault(name, []).append(found["seconds"])
                     row["ceiling_gflops"].append(found["ceiling_gflops"])
                     row["after"].setdefault(name, []).append(quality(output, task, files["eval"]))

@@ -101,8 +101,10 @@ def to_markdown(report: dict) -> str:
     ]
     for row in rows:
         share = row["tokens_per_second"] / rows[0]["tokens_per_second"]
-        holds = [{True: "yes", False: "NO", None: ""}[row.get(key)] for key in
-                 ("complete_without_doubles_in_order", "bits_equal")]  # fmt: skip
+        holds = [
+            {True: "yes", False: "NO", None: ""}[row.get(key)]
+            for key in ("complete_without_doubles_in_order", "bits_equal")
+        ]
         lines.append(
             f"| {row['name']} | {row['tokens_per_second']:,.0f} | {share:.2f} | {row['seconds']:.1f} |"
             f" {row['wall_seconds']:.1f} | {' | '.join(holds)} |"

@@ -167,8 +167,10 @@ RUNS = (
 
 def runs() -> str:
     """Wall time with DDP and an adapter a GPU."""
-    lines = ["| run | tokens | a step | " + " | ".join(f"{n} GPUs" for n in COUNTS[:1] + COUNTS[2:]) + " |",
-             "|---|--:|--:|" + "--:|" * (len(COUNTS) - 1)]  # fmt: skip
+    lines = [
+        "| run | tokens | a step | " + " | ".join(f"{n} GPUs" for n in COUNTS[:1] + COUNTS[2:]) + " |",
+        "|---|--:|--:|" + "--:|" * (len(COUNTS) - 1),
+    ]
     for name, shape, total, step in RUNS:
         row = []
         for count in COUNTS[:1] + COUNTS[2:]:
@@ -283,8 +285,16 @@ def measure(rounds: int) -> dict[str, Any]:
             step / (one * max(1.0, ranks / cores) + (link if ranks > 1 else 0.0))
             for step, one, link in zip(found[f"step-{ranks}"], found["step-1"], found[f"gloo-{ranks}"], strict=True)
         ]
-        rows.append({"ranks": ranks, "alone": alone, "gloo": gloo, "predicted": alone + gloo, "seen": seen,
-                     "ratio": statistics.median(ratios)})  # fmt: skip
+        rows.append(
+            {
+                "ranks": ranks,
+                "alone": alone,
+                "gloo": gloo,
+                "predicted": alone + gloo,
+                "seen": seen,
+                "ratio": statistics.median(ratios),
+            }
+        )
     return {"machine": describe_machine(), "rounds": rounds, "bytes": found["bytes"], "rows": rows}
 
 

@@ -118,9 +118,17 @@ def measure(batch_size: int, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         schedule = Schedule(optimizer, "linear", WARM_UP + steps, 0)
         loop = Loop(
-            task, task.model, config.hidden_size, optimizer, schedule, world, Path(folder), options, on_log=on_log,
+            task,
+            task.model,
+            config.hidden_size,
+            optimizer,
+            schedule,
+            world,
+            Path(folder),
+            options,
+            on_log=on_log,
             on_step=on_step,
-        )  # fmt: skip
+        )
         loop._save = lambda: None  # type: ignore[method-assign]
         loop.run()
     means = {name: statistics.fmean(values[WARM_UP:]) for name, values in seconds.items()}

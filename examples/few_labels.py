@@ -77,9 +77,16 @@ def main() -> None:
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     print(f"before: {accuracy(given.model, shots, test):.4f}")
     options = FinetuneOptions(
-        task="embedding", model=given.model, train=(str(pairs),), output=given.output, loss="ranking", epochs=1,
-        batch_size=32, learning_rate=5e-5, seed=given.seed,
-    )  # fmt: skip
+        task="embedding",
+        model=given.model,
+        train=(str(pairs),),
+        output=given.output,
+        loss="ranking",
+        epochs=1,
+        batch_size=32,
+        learning_rate=5e-5,
+        seed=given.seed,
+    )
     execute(options, make_task)
     print(f"after {len(rows)} pairs: {accuracy(given.output, shots, test):.4f}")
 

@@ -42,13 +42,22 @@ def main() -> None:
         return {"accuracy": float(np.mean(found.predictions.argmax(-1) == found.label_ids))}
 
     arguments = transformers.TrainingArguments(
-        given.output, max_steps=given.steps, per_device_train_batch_size=16, learning_rate=1e-4, logging_steps=5,
-        report_to=[], save_strategy="no",
-    )  # fmt: skip
+        given.output,
+        max_steps=given.steps,
+        per_device_train_batch_size=16,
+        learning_rate=1e-4,
+        logging_steps=5,
+        report_to=[],
+        save_strategy="no",
+    )
     trainer = transformers.Trainer(
-        model=model, args=arguments, train_dataset=split["train"], eval_dataset=split["test"],
-        data_collator=fastbert.PackingCollator(), compute_metrics=metrics,
-    )  # fmt: skip
+        model=model,
+        args=arguments,
+        train_dataset=split["train"],
+        eval_dataset=split["test"],
+        data_collator=fastbert.PackingCollator(),
+        compute_metrics=metrics,
+    )
     trainer.train()
     print(trainer.evaluate())
     model.save_pretrained(given.output)

@@ -36,13 +36,22 @@ def main() -> None:
     )
     model = fastbert.accelerate(SentenceTransformer(str(resolve(given.model))))
     arguments = SentenceTransformerTrainingArguments(
-        given.output, max_steps=given.steps, per_device_train_batch_size=16, learning_rate=5e-5, logging_steps=5,
-        report_to=[], save_strategy="no",
-    )  # fmt: skip
+        given.output,
+        max_steps=given.steps,
+        per_device_train_batch_size=16,
+        learning_rate=5e-5,
+        logging_steps=5,
+        report_to=[],
+        save_strategy="no",
+    )
     trainer = SentenceTransformerTrainer(
-        model, arguments, rows, loss=MultipleNegativesRankingLoss(model), evaluator=evaluator,
+        model,
+        arguments,
+        rows,
+        loss=MultipleNegativesRankingLoss(model),
+        evaluator=evaluator,
         data_collator=fastbert.SentencePackingCollator(model),
-    )  # fmt: skip
+    )
     trainer.train()
     print(f"accuracy@1 {evaluator(model)['cosine_accuracy@1']:.3f}")
     print(fastbert.status(model))

@@ -25,15 +25,17 @@ PARTS: dict[str, Any] = {"retrieval": retrieval, "answers": answers, "entities":
 
 def to_markdown(part: str, report: Mapping[str, Any]) -> str:
     machine = report["machine"]
-    return "\n".join([
-        f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, commit {machine['commit']},"
-        f" {machine['date']}; `python -m benchmarks.documents --parts {part}`.",
-        "",
-        *PARTS[part].to_markdown(report),
-        "",
-        f"In per cent; in brackets the interval of 95 % ({bootstrap.DRAWS:,} bootstrap samples). No difference: the"
-        " interval of the paired difference includes 0.",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, commit {machine['commit']},"
+            f" {machine['date']}; `python -m benchmarks.documents --parts {part}`.",
+            "",
+            *PARTS[part].to_markdown(report),
+            "",
+            f"In per cent; in brackets the interval of 95 % ({bootstrap.DRAWS:,} bootstrap samples). No difference: the"
+            " interval of the paired difference includes 0.",
+        ]
+    )
 
 
 def main() -> None:

@@ -101,10 +101,12 @@ def measure(data: Path, work: Path) -> dict[str, Any]:
     seen = reader.cut(pairs, Windows(pool="first"))
     reach = np.maximum.reduceat(seen.spans[:, 1], seen.offsets[:-1])  # characters that the first window has
     metrics = {
-        name: {way: means(np.array([score(a, b) for a, b in zip(texts, wanted, strict=True)]), of)
-               for way, texts in found.items()}
+        name: {
+            way: means(np.array([score(a, b) for a, b in zip(texts, wanted, strict=True)]), of)
+            for way, texts in found.items()
+        }
         for name, score in (("F1", f1), ("exact match", exact_match))
-    }  # fmt: skip
+    }
     words = [len(article["context"].split()) for article in read]
     return {
         "run": run,

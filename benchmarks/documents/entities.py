@@ -124,11 +124,13 @@ def of_sentences(reader: fastbert.TokenClassifier, documents: Sequence[Document]
     for words, starts, _ in documents:
         at = places(words)
         said: Any = reader.predict([words[a:b] for a, b in pairwise(starts)])
-        found.append({
-            (one["label"], at[start] + one["start"], at[start] + one["end"])
-            for start, entities in zip(starts, said, strict=False)
-            for one in entities
-        })  # fmt: skip
+        found.append(
+            {
+                (one["label"], at[start] + one["start"], at[start] + one["end"])
+                for start, entities in zip(starts, said, strict=False)
+                for one in entities
+            }
+        )
     return found
 
 

@@ -297,10 +297,21 @@ def serialised(cache: Path) -> dict[str, Any]:
 # compute-sanitizer: small cases in bf16, since everything is ten times slower under it
 
 SANITIZED = (
-    "attention/small-16", "attention/small-64", "attention/features", "attention/kinds", "attention/relative",
-    "add_layer_norm", "add_rms_norm", "feed_forward/elementwise", "feed_forward/epilogue", "cross_entropy",
-    "adamw_flat", "embed_layer_norm", "pooling", "dropout",
-)  # fmt: skip
+    "attention/small-16",
+    "attention/small-64",
+    "attention/features",
+    "attention/kinds",
+    "attention/relative",
+    "add_layer_norm",
+    "add_rms_norm",
+    "feed_forward/elementwise",
+    "feed_forward/epilogue",
+    "cross_entropy",
+    "adamw_flat",
+    "embed_layer_norm",
+    "pooling",
+    "dropout",
+)
 
 
 def sanitizer() -> str | None:

@@ -88,7 +88,10 @@ def contestants(
         "x w + matrix (addmm, beta = 1)": three(biased, lambda: torch.addmm(residual, x, w.t()), x, w, residual),
         "tanh gelu of x w + bias, as cuBLAS' epilogue": three(
             partial(activated, approximate="tanh"),
-            lambda: torch._addmm_activation(bias, x, w.t(), use_gelu=True), x, w, bias,
+            lambda: torch._addmm_activation(bias, x, w.t(), use_gelu=True),
+            x,
+            w,
+            bias,
         ),
         "gelu of x w + bias, torch": three(activated, lambda: F.gelu(F.linear(x, w, bias)), x, w, bias),
         "gelu of x w + bias, fastbert": three(activated, partial(_up, None, x, w, bias), x, w, bias),
@@ -97,7 +100,7 @@ def contestants(
             lambda dx, dout, w: dx + dout @ w, lambda: torch.addmm(dx, dout, w), dx, dout, w
         ),
         "dw: dout x": three(lambda dout, x: dout.t() @ x, lambda: torch.mm(dout.t(), x), dout, x),
-    }  # fmt: skip
+    }
     if columns_out == 4 * columns_in and is_tried(record, plan_label(columns_in, 0, "epilogue")):
         up = partial(_up, feed_forward_plans(where)["epilogue"], x, w, bias)
         found["gelu of x w + bias, fastbert's epilogue"] = three(activated, up, x, w, bias)

@@ -202,9 +202,12 @@ def main(argv: list[str] | None = None) -> int:
         "--part", action="append", choices=list(PARTS), help=f"only this one; may be repeated; {extra} only so"
     )
     parser.add_argument(
-        "--within", type=float, default=480.0, metavar="SECONDS",
+        "--within",
+        type=float,
+        default=480.0,
+        metavar="SECONDS",
         help="end by then, in good order; the same command goes on from there (default: 480)",
-    )  # fmt: skip
+    )
     parser.add_argument("--output", type=Path, help="folder (default: benchmarks/results/<the GPU's name>)")
     parser.add_argument("--again", action="store_true", help="run what is done already, too")
     parser.add_argument("--smoke", action="store_true", help="small sizes, on a CPU too")

@@ -66,9 +66,13 @@ def attributions(rounds: int) -> dict[str, Any]:
         kept = (padded == 101) | (padded == 102)
         base = words(padded.where(kept, 0))
         return method.attribute(
-            words(padded), base, target=1, additional_forward_args=mask, n_steps=STEPS,
+            words(padded),
+            base,
+            target=1,
+            additional_forward_args=mask,
+            n_steps=STEPS,
             internal_batch_size=max(TOKENS_AT_ONCE // longest, len(rows)),
-        ).sum(-1)  # fmt: skip
+        ).sum(-1)
 
     def packed() -> list[inspect.Attribution]:
         batch = fastbert.pack_inputs(ids)

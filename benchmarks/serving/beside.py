@@ -122,11 +122,13 @@ async def fairness(port: int, seconds: float, rounds: int) -> dict[str, Any]:
         statuses += many.statuses
         rates["beside"].append(many.tokens / took)
     return {
-        "short": {name: {"p50_ms": one.percentile(50), "p99_ms": one.percentile(99), "requests": len(one.latencies)}
-                  for name, one in (("alone", alone), ("beside", beside))},
+        "short": {
+            name: {"p50_ms": one.percentile(50), "p99_ms": one.percentile(99), "requests": len(one.latencies)}
+            for name, one in (("alone", alone), ("beside", beside))
+        },
         "documents_tokens_per_second": {name: float(np.median(each)) for name, each in rates.items()},
         "lost": sum(status != 200 for status in statuses),
-    }  # fmt: skip
+    }
 
 
 def megabytes(pid: int, name: str) -> float:
@@ -164,10 +166,13 @@ def memory(server: subprocess.Popen, port: int) -> dict[str, Any]:
     for name, truncate in (("refused", False), ("cut", True)):
         seen, health = asyncio.run(huge_texts(port, truncate))
         found[name] = {
-            "statuses": sorted(set(seen.statuses)), "requests": len(seen.statuses),
-            "after_mb": megabytes(server.pid, "VmRSS"), "peak_mb": megabytes(server.pid, "VmHWM"),
-            "health_p99_ms": health.percentile(99), "health_most_ms": health.percentile(100),
-        }  # fmt: skip
+            "statuses": sorted(set(seen.statuses)),
+            "requests": len(seen.statuses),
+            "after_mb": megabytes(server.pid, "VmRSS"),
+            "peak_mb": megabytes(server.pid, "VmHWM"),
+            "health_p99_ms": health.percentile(99),
+            "health_most_ms": health.percentile(100),
+        }
     return found
 
 

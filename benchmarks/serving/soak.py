@@ -122,9 +122,12 @@ def main() -> None:
         samples, counts = asyncio.run(soak(server.pid, PORT, options.minutes))
         peak = megabytes(server.pid, "VmHWM")
     found = {
-        "dtype": options.dtype, "minutes": options.minutes, "memory_mb": of_minutes(samples, options.minutes),
-        "peak_mb": peak, "statuses": {name: dict(each) for name, each in sorted(counts.items())},
-    }  # fmt: skip
+        "dtype": options.dtype,
+        "minutes": options.minutes,
+        "memory_mb": of_minutes(samples, options.minutes),
+        "peak_mb": peak,
+        "statuses": {name: dict(each) for name, each in sorted(counts.items())},
+    }
     tell("serve-soak", found, to_markdown, options.output)
 
 

@@ -68,9 +68,12 @@ class ContestantProcess:
         self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 (close() does); an unread pipe would fill up
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, json.dumps(task)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.stderr, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.stderr,
+            text=True,
             env={**os.environ, **{name: str(task["threads"]) for name in THREAD_VARIABLES}},
-        )  # fmt: skip
+        )
 
     def answer(self) -> dict[str, Any]:
         """The next answer. Raises WorkerError when there will be none."""

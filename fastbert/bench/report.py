@@ -199,8 +199,15 @@ def draw_chart(report: dict[str, Any], path: Path) -> None:
             times = [ratio(row, group) if group == "fastbert" else None for row in rows]
             for x, height, value in zip(places, heights, times, strict=True):
                 if value is not None:
-                    axes.annotate(f"{value:.2f}x", (x, height), (0, 2), textcoords="offset points", ha="center",
-                                  fontsize=9, fontweight="bold")  # fmt: skip
+                    axes.annotate(
+                        f"{value:.2f}x",
+                        (x, height),
+                        (0, 2),
+                        textcoords="offset points",
+                        ha="center",
+                        fontsize=9,
+                        fontweight="bold",
+                    )
         axes.set_xticks(range(len(rows)), [row["workload"] for row in rows])
         axes.set_title(dtype, loc="left", fontsize=11, fontweight="bold")
         axes.set_ylabel("real tokens/s")

@@ -56,11 +56,15 @@ def start_ray() -> Any:
     if not ray.is_initialized():
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
-        local: dict[str, Any] = {} if os.environ.get("RAY_ADDRESS") else {
-            "num_cpus": len(os.sched_getaffinity(0)),
-            "include_dashboard": False,
-            "object_store_memory": LOCAL_STORE_BYTES,
-        }  # fmt: skip
+        local: dict[str, Any] = (
+            {}
+            if os.environ.get("RAY_ADDRESS")
+            else {
+                "num_cpus": len(os.sched_getaffinity(0)),
+                "include_dashboard": False,
+                "object_store_memory": LOCAL_STORE_BYTES,
+            }
+        )
         try:
             ray.init(log_to_driver=False, logging_level="error", **local)
         except Exception as error:  # it raises Exception itself, among others

@@ -46,8 +46,13 @@ _REFUSED = {
     "use_flash_attention_2": "fastbert has its own attention",
 }
 # What says nothing that fastbert does not do anyway.
-_DONE_ANYWAY = {"low_cpu_mem_usage": (True, False, None), "weights_only": (True,), "_fast_init": (True, False),
-                "disable_mmap": (True, False, None), "_from_auto": (True, False)}  # fmt: skip
+_DONE_ANYWAY = {
+    "low_cpu_mem_usage": (True, False, None),
+    "weights_only": (True,),
+    "_fast_init": (True, False),
+    "disable_mmap": (True, False, None),
+    "_from_auto": (True, False),
+}
 
 
 def left_over(options: dict[str, Any]) -> dict[str, Any]:

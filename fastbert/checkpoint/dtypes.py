@@ -75,8 +75,15 @@ def parse_dtype(dtype: torch.dtype | str | None, others: tuple[str, ...] = ()) -
         raise ConfigError('a model is loaded in floating point; fastbert.quantize(model, "int8") comes after that')
     if dtype is None or dtype == "auto" or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return None if isinstance(dtype, str) else dtype
-    names = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
-             "float16": torch.float16, "fp16": torch.float16, "float64": torch.float64}  # fmt: skip
+    names = {
+        "float32": torch.float32,
+        "fp32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "bf16": torch.bfloat16,
+        "float16": torch.float16,
+        "fp16": torch.float16,
+        "float64": torch.float64,
+    }
     if dtype not in names:
         more = "".join(f", {name}" for name in others)
         raise ConfigError(f"unknown dtype {dtype!r}; valid names: auto, {', '.join(names)}{more}")

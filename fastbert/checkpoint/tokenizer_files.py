@@ -15,17 +15,40 @@ from fastbert.files import read_json, writing
 SETTINGS = "tokenizer_config.json"
 # By the names that transformers' tokenizers write.
 NAMES = (
-    "tokenizer.json", SETTINGS, "special_tokens_map.json", "added_tokens.json", "vocab.txt",
-    "vocab.json", "merges.txt", "sentencepiece.bpe.model", "spiece.model", "spm.model", "tokenizer.model",
-)  # fmt: skip
+    "tokenizer.json",
+    SETTINGS,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+    "spm.model",
+    "tokenizer.model",
+)
 # The classes of transformers 5 that tell a model which token is of which text. Some are aliases of BertTokenizer.
 # A family's name is no key: transformers has no ErnieTokenizer, and takes its generic class, which gives no types.
-GIVE_TYPES = frozenset((
-    "BertTokenizer", "CanineTokenizer", "ConvBertTokenizer", "DPRContextEncoderTokenizer",
-    "DPRQuestionEncoderTokenizer", "DebertaTokenizer", "DebertaV2Tokenizer", "ElectraTokenizer", "FNetTokenizer",
-    "LayoutLMTokenizer", "LayoutLMv2Tokenizer", "LxmertTokenizer", "MarkupLMTokenizer", "MobileBertTokenizer",
-    "SqueezeBertTokenizer", "TapasTokenizer",
-))  # fmt: skip
+GIVE_TYPES = frozenset(
+    (
+        "BertTokenizer",
+        "CanineTokenizer",
+        "ConvBertTokenizer",
+        "DPRContextEncoderTokenizer",
+        "DPRQuestionEncoderTokenizer",
+        "DebertaTokenizer",
+        "DebertaV2Tokenizer",
+        "ElectraTokenizer",
+        "FNetTokenizer",
+        "LayoutLMTokenizer",
+        "LayoutLMv2Tokenizer",
+        "LxmertTokenizer",
+        "MarkupLMTokenizer",
+        "MobileBertTokenizer",
+        "SqueezeBertTokenizer",
+        "TapasTokenizer",
+    )
+)
 # BertNormalizer's options and BERT's own choice; None follows do_lower_case.
 BERT_FLAGS = {"tokenize_chinese_chars": True, "strip_accents": None, "do_lower_case": True}
 

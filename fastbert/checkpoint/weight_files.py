@@ -23,9 +23,17 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # What torch.load raises for a damaged pickle, and for one that asks for more than tensors.
 _PICKLE_ERRORS = (
-    RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError, LookupError, TypeError, AttributeError,
-    AssertionError, struct.error,
-)  # fmt: skip
+    RuntimeError,
+    pickle.UnpicklingError,
+    EOFError,
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    struct.error,
+)
 
 
 def some(keys: list[str], limit: int = 8) -> str:

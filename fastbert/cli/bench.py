@@ -35,7 +35,10 @@ OTHERS += ", mpnet-base, nomic-base, tiny"
 
 def add(commands: Any) -> None:
     parser = add_command(
-        commands, "bench", run, "measure the speed of encoders on this machine, beside other engines",
+        commands,
+        "bench",
+        run,
+        "measure the speed of encoders on this machine, beside other engines",
         """
         Times BERT encoders with random weights beside transformers, ONNX Runtime and OpenVINO on the CPU. Each runs in
         a process of its own, and they take turns. Prints real tokens/s, the ratio to the fastest other engine, and the
@@ -48,12 +51,13 @@ def add(commands: Any) -> None:
         "fastbert bench --dtypes bfloat16 --workloads 8x128,32-ragged --output results\n"
         "  fastbert bench --latency --threads 1 --lengths 8,128 --output results\n"
         "  fastbert bench --corpus texts.txt --texts 2000 --model bge-small --output results",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--model", metavar="M",
+        "--model",
+        metavar="M",
         help=f"bert-base (default), {OTHERS}; with --latency or --corpus: minilm (default), another shape of BERT's, a"
         " folder, a hub id, or all-MiniLM-L6-v2",
-    )  # fmt: skip
+    )
     parser.add_argument("--dtypes", metavar="D,D", default="all", help="float32, bfloat16, int8; default: all")
     parser.add_argument(
         "--workloads",
@@ -66,18 +70,24 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--restarts", metavar="N", type=positive, default=1, help="starts a contestant (default 1)")
     parser.add_argument("--threads", metavar="N", type=_threads, help="of a process; default: all, one a core")
-    parser.add_argument("--output", metavar="DIR", type=Path, help="folder for results.json, .md and .png; with"
-                        " --latency and --corpus latency.* and corpus.*")  # fmt: skip
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        type=Path,
+        help="folder for results.json, .md and .png; with --latency and --corpus latency.* and corpus.*",
+    )
     parser.add_argument("--resume", action="store_true", help="keep what an interrupted run left in DIR")
     parser.add_argument("--latency", action="store_true", help="time calls with one text")
     parser.add_argument(
-        "--lengths", metavar="N,N", help="with --latency: tokens of a text; default: 8, 16, 32, 64, 128, 250 and 512"
+        "--lengths",
+        metavar="N,N",
+        help="with --latency: tokens of a text; default: 8, 16, 32, 64, 128, 250 and 512"
         " as far as the model takes them",
-    )  # fmt: skip
+    )
     parser.add_argument("--processes", metavar="N", type=positive, help="with --latency: of a contestant, at once")
     parser.add_argument(
         "--corpus", metavar="FILE", type=Path, help=f"time the vectors of the texts of a file: {TEXT_KINDS}"
-    )  # fmt: skip
+    )
     parser.add_argument("--column", metavar="NAME", help="with --corpus: the column that holds the texts")
     add_delimiter_option(parser)
     parser.add_argument("--texts", metavar="N", type=positive, help="with --corpus: the first N; default: all")

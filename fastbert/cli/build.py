@@ -27,7 +27,10 @@ NOTHING = "pure Python, because "  # what it says where an installation goes on 
 
 def add(commands: Any) -> None:
     parser = add_command(
-        commands, "build", run, "compile the C++ kernels for the torch that is here",
+        commands,
+        "build",
+        run,
+        "compile the C++ kernels for the torch that is here",
         """
         Compiles the C++ kernels that come with fastbert, for this Python and torch, into a cache folder
         (FASTBERT_CACHE, or fastbert in the folder of your caches). From then on they are used. It needs a C++
@@ -35,7 +38,7 @@ def add(commands: Any) -> None:
         an nvcc fits torch (FASTBERT_BUILD_CUDA: auto, 0, 1).
         """,
         "fastbert build",
-    )  # fmt: skip
+    )
     parser.add_argument("--force", action="store_true", help="also if they were built already")
 
 
@@ -75,9 +78,15 @@ def _compile(program: Path, work: Path, log: list[str]) -> int:
     environment = {**os.environ, "TMPDIR": str(work), "PATH": f"{scripts}{os.pathsep}{os.environ.get('PATH', '')}"}
     with _progress() as show:
         child = subprocess.Popen(
-            [sys.executable, str(program), str(work)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, env=environment, text=True, errors="replace", start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, str(program), str(work)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
         try:
             assert child.stdout is not None
             for line in child.stdout:

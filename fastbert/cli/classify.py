@@ -27,14 +27,17 @@ CHUNK_TEXTS = 1024
 
 def add(commands: Any) -> None:
     parser = add_command(
-        commands, "classify", run, "the label of each text",
+        commands,
+        "classify",
+        run,
+        "the label of each text",
         """
         Gives every text of FILE its most probable label and the probability, a row a text, in the order of FILE.
         MODEL must have a head for sequence classification. OUT is a .jsonl or a .parquet; without it the rows go to
         standard output, as JSON lines, as soon as they are there.
         """,
         "fastbert classify reviews.csv --column text --model ./my-classifier --output labels.jsonl",
-    )  # fmt: skip
+    )
     add_source(parser)
     add_model_option(parser)
     parser.add_argument(

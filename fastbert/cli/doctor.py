@@ -26,11 +26,14 @@ _PACKAGES = ("triton", "tokenizers", "safetensors", "transformers", "sentence-tr
 
 def add(commands: Any) -> None:
     add_command(
-        commands, "doctor", run, "what this machine has, and which kernels would run",
+        commands,
+        "doctor",
+        run,
+        "what this machine has, and which kernels would run",
         "Shows versions, processor and GPU. For every operation it shows which backend serves it, and why the others"
         " do not. Exits with 1 if something must be repaired.",
         "fastbert doctor",
-    )  # fmt: skip
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -46,7 +46,10 @@ CHUNK_TEXTS = 1024  # what a kill can cost at most, beside growing_array.COMMIT_
 
 def add(commands: Any) -> None:
     parser = add_command(
-        commands, "encode", run, "turn texts into vectors",
+        commands,
+        "encode",
+        run,
+        "turn texts into vectors",
         f"""
         Turns every text of FILE into a vector, in the order of FILE, which is {TEXT_KINDS} (each line of a .txt is a
         text), or - for standard input. FILE may be larger than the memory. OUT.npy gets a float32 array that numpy.load
@@ -54,7 +57,7 @@ def add(commands: Any) -> None:
         If a run into a file is stopped, the same command continues it, but for --chunks.
         """,
         "fastbert encode reviews.csv --column text --model all-MiniLM-L6-v2 --output reviews.npy",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "file",
         metavar="FILE",
@@ -63,32 +66,41 @@ def add(commands: Any) -> None:
     add_column_option(parser)
     add_model_option(parser)
     parser.add_argument(
-        "--output", metavar="OUT", required=True,
+        "--output",
+        metavar="OUT",
+        required=True,
         help="where the vectors go: a .npy, .parquet, .jsonl, or -; a folder or a URL with --engine ray",
-    )  # fmt: skip
+    )
     add_windows_option(parser, "texts longer than the model takes have a vector of all their windows")
     parser.add_argument(
-        "--chunks", action="store_true",
+        "--chunks",
+        action="store_true",
         help="a vector for each passage of whole sentences, as --windows says, instead of one a text: OUT has a row a"
         " passage, with its text, the number of its document, and where it starts and ends there",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--late", action="store_true", help="with --chunks: passages as the whole text makes them (late chunking)"
     )
     add_running_options(parser)
     parser.add_argument(
-        "--keep", metavar="NAME", nargs="+", default=[],
+        "--keep",
+        metavar="NAME",
+        nargs="+",
+        default=[],
         help="other columns of FILE that stay, in a .parquet, a .jsonl or -: texts, numbers, true and false",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--skip-bad-rows", action="store_true",
+        "--skip-bad-rows",
+        action="store_true",
         help="go on past a row of FILE that cannot be read, or is no text, and name it: OUT has no row for it",
-    )  # fmt: skip
+    )
     parser.add_argument("--force", action="store_true", help="replace OUT; start again if a run cannot go on")
     parser.add_argument(
-        "--engine", choices=("local", "ray"), default="local",
+        "--engine",
+        choices=("local", "ray"),
+        default="local",
         help="ray: parquet files, or a folder of them, into a folder of parquet files, on all of a Ray cluster",
-    )  # fmt: skip
+    )
     parser.add_argument("--workers", metavar="N", type=positive, help="with --engine ray: how many models are loaded")
 
 

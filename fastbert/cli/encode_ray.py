@@ -71,9 +71,16 @@ def encode_on_ray(
     progress = _Progress()
     try:
         texts = encode_files(
-            source, output, settings=settings, identity=identity, device=device, workers=workers, force=force,
-            on_plan=progress.on_plan, on_block=progress.on_block,
-        )  # fmt: skip
+            source,
+            output,
+            settings=settings,
+            identity=identity,
+            device=device,
+            workers=workers,
+            force=force,
+            on_plan=progress.on_plan,
+            on_block=progress.on_block,
+        )
     except KeyboardInterrupt:
         say("stopped; the same command goes on with the blocks that are left")
         raise

@@ -18,14 +18,17 @@ if TYPE_CHECKING:
 
 def add(commands: Any) -> None:
     parser = add_command(
-        commands, "fill-mask", run, "guess the words behind [MASK]",
+        commands,
+        "fill-mask",
+        run,
+        "guess the words behind [MASK]",
         """
         Shows the most probable tokens for every [MASK] (or <mask>) in TEXT; - reads a text from each line of standard
         input. MODEL must have a masked-LM head, as bert-base-uncased and roberta-base on the hub have. Without a
         network: `hf download bert-base-uncased --local-dir FOLDER` elsewhere, and --model FOLDER.
         """,
         'fastbert fill-mask "The [MASK] sat on the mat." --model bert-base-uncased --top 5',
-    )  # fmt: skip
+    )
     parser.add_argument("text", metavar="TEXT", help="a text with one [MASK] or more, or -")
     add_model_option(parser)
     parser.add_argument("--top", metavar="N", type=positive, default=5, help="how many tokens to show (default 5)")

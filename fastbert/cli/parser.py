@@ -85,9 +85,14 @@ def add_model(parser: Parser, what: str = A_MODEL, *, several: bool = False) -> 
     name, count = ("models", "+") if several else ("model", None)
     parser.model = parser.add_argument(name, metavar="MODEL", nargs=count, help=what)
     parser.add_argument(
-        "--model", metavar="M", dest=name, nargs=count, action="extend" if several else "store",
-        default=argparse.SUPPRESS, help="the same, in place of MODEL",
-    )  # fmt: skip
+        "--model",
+        metavar="M",
+        dest=name,
+        nargs=count,
+        action="extend" if several else "store",
+        default=argparse.SUPPRESS,
+        help="the same, in place of MODEL",
+    )
 
 
 def add_model_option(parser: Parser) -> None:
@@ -126,9 +131,11 @@ def _delimiter(text: str) -> str:
 
 def add_running_options(parser: Parser) -> None:
     parser.add_argument(
-        "--dtype", choices=("auto", "float32", "bfloat16", "int8"), default="auto",
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "int8"),
+        default="auto",
         help="the number format to compute in; auto (the default) is the model's own",
-    )  # fmt: skip
+    )
     parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:1; by default a GPU if there is one")
     parser.add_argument("--batch-tokens", metavar="N", type=positive, help="tokens in a batch; fewer need less memory")
 
@@ -139,10 +146,13 @@ _WINDOWS: dict[str, Callable[[str], Any]] = {"length": int, "overlap": float, "p
 def add_windows_option(parser: Parser, what: str, aggregates: Sequence[str] = ()) -> None:
     """--windows, and --aggregate where a command has a choice of what of them is combined."""
     parser.add_argument(
-        "--windows", metavar="KEY=VALUE", nargs="*", type=_key_and_value,
+        "--windows",
+        metavar="KEY=VALUE",
+        nargs="*",
+        type=_key_and_value,
         help=f"{what}: windows of length=N tokens, that overlap=N, pool=mean, max, top3 or first, limit=N, and end"
         " at=tokens or at=sentences; what is not said is the model's",
-    )  # fmt: skip
+    )
     if aggregates:
         parser.add_argument("--aggregate", choices=aggregates, help="what of a text's windows is combined")
 

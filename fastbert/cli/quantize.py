@@ -27,23 +27,25 @@ _EXPORTS = ("onnx", "openvino")
 
 def add(commands: Any) -> None:
     parser = add_command(
-        commands, "quantize", run, "write a model with its layers in int8",
+        commands,
+        "quantize",
+        run,
+        "write a model with its layers in int8",
         """
         Writes MODEL to the new folder OUTPUT with its layers in int8, a quarter of the size of float32. fastbert loads
         OUTPUT like any other folder. --report measures, on your own texts, the error that int8 causes in each layer. A
         layer that loses too much can stay as it is: give its name, or a pattern, to --keep.
         """,
         "fastbert quantize all-MiniLM-L6-v2 ./minilm-int8 --report reviews.txt --keep '*.layer.0.*'",
-    )  # fmt: skip
+    )
     add_model(parser)
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="the folder to write")
     parser.add_argument(
         "--keep", metavar="NAME", action="append", default=[], help="a layer that stays as it is; may be repeated"
     )
     parser.add_argument(
-        "--report", metavar="TEXTS", type=Path,
-        help=f"texts to measure each layer's error on: {TEXT_KINDS}",
-    )  # fmt: skip
+        "--report", metavar="TEXTS", type=Path, help=f"texts to measure each layer's error on: {TEXT_KINDS}"
+    )
     add_delimiter_option(parser)
 
 

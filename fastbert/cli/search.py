@@ -41,30 +41,37 @@ def add(commands: Any) -> None:
 
 def _add_search(commands: Any) -> None:
     parser = add_command(
-        commands, "search", run_search, "the texts that are closest to a query",
+        commands,
+        "search",
+        run_search,
+        "the texts that are closest to a query",
         """
         Shows the texts of FILE whose vectors are most similar to QUERY's: the score, the place in FILE, the text. The
         vectors are made on the way, or read from what `fastbert encode` has written of the same FILE (--vectors). With
         --windows each text is cut into passages of whole sentences, and stands for its best one, which is shown.
         """,
         'fastbert search "how do I reset my password?" questions.txt --model all-MiniLM-L6-v2 --top 5',
-    )  # fmt: skip
+    )
     _add_arguments(parser)
-    parser.add_argument("--vectors", metavar="V", type=Path,
-                        help="the vectors of FILE, from `fastbert encode`: a .npy, or a .parquet")  # fmt: skip
+    parser.add_argument(
+        "--vectors", metavar="V", type=Path, help="the vectors of FILE, from `fastbert encode`: a .npy, or a .parquet"
+    )
     add_windows_option(parser, "search in passages of texts")
 
 
 def _add_rerank(commands: Any) -> None:
     parser = add_command(
-        commands, "rerank", run_rerank, "texts by their score beside a query",
+        commands,
+        "rerank",
+        run_rerank,
+        "texts by their score beside a query",
         """
         Scores every text of FILE together with QUERY, and shows the best: the score, the place in FILE, the text.
         MODEL is a cross-encoder: it has a head for sequence classification with one label. With --windows a text is as
         good as its best passage, which is shown.
         """,
         'fastbert rerank "who wrote Emma?" passages.txt --model ./ms-marco-MiniLM-L6-v2 --top 5',
-    )  # fmt: skip
+    )
     _add_arguments(parser)
     add_windows_option(parser, "read texts to their end", AGGREGATES[:2])
 

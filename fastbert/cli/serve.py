@@ -17,7 +17,10 @@ LOCAL, PORT, API_KEY = "127.0.0.1", 8080, "FASTBERT_API_KEY"
 
 def add(commands: Any) -> None:
     parser = add_command(
-        commands, "serve", run, "serve a model over HTTP: vectors, reranking, classification",
+        commands,
+        "serve",
+        run,
+        "serve a model over HTTP: vectors, reranking, classification",
         """
         Serves MODEL over HTTP, with OpenAI's route /v1/embeddings and the routes of text-embeddings-inference: /embed,
         /rerank, /predict, /info, /health and /metrics. Requests that arrive together are computed together.
@@ -25,27 +28,40 @@ def add(commands: Any) -> None:
         """,
         "fastbert serve all-MiniLM-L6-v2\n"
         "  curl localhost:8080/embed -H 'content-type: application/json' -d '{\"inputs\": \"a text\"}'",
-    )  # fmt: skip
+    )
     add_model(parser)
-    parser.add_argument("--host", default=LOCAL, help=f"the address to listen at (default {LOCAL}: this machine only)")
-    parser.add_argument("--port", type=port, default=PORT, help=f"default {PORT}; 0 takes a free one")
+    add_computing(parser)
+    add_limits(parser)
+    add_http(parser)
+
+
+def add_computing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (default: MODEL)")
     parser.add_argument(
-        "--dtype", choices=("auto", "float32", "bfloat16", "int8"), default="auto",
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "int8"),
+        default="auto",
         help="the number format to compute in; auto (the default) is the model's own",
-    )  # fmt: skip
+    )
     parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:1; by default a GPU if there is one")
-    parser.add_argument("--max-batch-tokens", metavar="N", type=positive, help="tokens computed at a time")
     parser.add_argument(
         "--threads",
         metavar="N",
         type=positive,
         help="that compute (default: one a core, or OMP_NUM_THREADS)",
     )
+    parser.add_argument("--auto-truncate", action="store_true", help="cut long texts where a request does not say")
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-batch-tokens", metavar="N", type=positive, help="tokens computed at a time")
     parser.add_argument(
-        "--max-concurrent-requests", metavar="N", type=positive, default=512,
+        "--max-concurrent-requests",
+        metavar="N",
+        type=positive,
+        default=512,
         help="more are refused with 429 (default 512)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--max-client-batch-size", metavar="N", type=positive, default=32, help="texts in a request (default 32)"
     )
@@ -58,21 +74,31 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--timeout", metavar="S", type=positive, default=60, help="seconds that a request may take (default 60)"
     )
+
+
+def add_http(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default=LOCAL, help=f"the address to listen at (default {LOCAL}: this machine only)")
+    parser.add_argument("--port", type=port, default=PORT, help=f"default {PORT}; 0 takes a free one")
     parser.add_argument(
         "--access-log", choices=("text", "json"), help="a line on stdout for each request, not for errors alone"
     )
     parser.add_argument(
-        "--cors-origin", metavar="ORIGIN", type=origin, action="append", default=[], dest="cors_origins",
+        "--cors-origin",
+        metavar="ORIGIN",
+        type=origin,
+        action="append",
+        default=[],
+        dest="cors_origins",
         help="whose web pages may use the server, such as https://example.org, or *; may stand several times",
-    )  # fmt: skip
+    )
     parser.add_argument("--root-path", metavar="PATH", type=root_path, help="what a proxy takes off the paths")
     parser.add_argument("--ssl-certfile", metavar="FILE", help="serve by TLS, with this certificate in PEM")
     parser.add_argument("--ssl-keyfile", metavar="FILE", help="its key, if that is in a file of its own")
-    parser.add_argument("--auto-truncate", action="store_true", help="cut long texts where a request does not say")
     parser.add_argument(
-        "--api-key", metavar="KEY",
+        "--api-key",
+        metavar="KEY",
         help=f"what clients must send as `Authorization: Bearer KEY`; rather set {API_KEY}, which `ps` does not show",
-    )  # fmt: skip
+    )
 
 
 def port(text: str) -> int:

@@ -38,8 +38,12 @@ _RANGES = {
     "num_labels": (0, MAX_LABELS),
 }
 _DROPOUTS = (
-    "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "qa_dropout", "summary_last_dropout",
-)  # fmt: skip
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "classifier_dropout",
+    "qa_dropout",
+    "summary_last_dropout",
+)
 
 # What no tensor's shape need show, but what the numbers in it depend on, and what does show: see `shapes`.
 _SHAPES = tuple(name for name in _RANGES if name not in ("embedding_size", "num_labels"))
@@ -149,8 +153,14 @@ class EncoderConfig(ConfigAccess):
             )
         width = ("hidden_size", self.hidden_size)
         narrow = width if self.embedding_size is None else ("embedding_size", self.embedding_size)
-        rows = {"hidden_size": width, "intermediate_size": width, "num_labels": width, "vocab_size": narrow,
-                "max_position_embeddings": narrow, "type_vocab_size": narrow}  # fmt: skip
+        rows = {
+            "hidden_size": width,
+            "intermediate_size": width,
+            "num_labels": width,
+            "vocab_size": narrow,
+            "max_position_embeddings": narrow,
+            "type_vocab_size": narrow,
+        }
         for name, (other, columns) in rows.items():
             if self.__dict__[name] * columns > MAX_ELEMENTS:
                 product = f"{name} {self.__dict__[name]} times {other} {columns}"

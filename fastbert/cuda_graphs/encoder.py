@@ -120,14 +120,30 @@ class GraphedEncoder:
             self.why_eager = "the model has hooks, or a forward of its own"
         if self.why_eager is not None:
             return model(
-                input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, output_attentions,
-                output_hidden_states, return_dict, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, batch=batch,
+                input_ids,
+                attention_mask,
+                token_type_ids,
+                position_ids,
+                inputs_embeds,
+                output_attentions,
+                output_hidden_states,
+                return_dict,
+                cu_seqlens=cu_seqlens,
+                max_seqlen=max_seqlen,
+                batch=batch,
                 task_type_ids=task_type_ids,
-            )  # fmt: skip
+            )
         given = ModelInputs(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen, batch,
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            cu_seqlens,
+            max_seqlen,
+            batch,
             task_type_ids,
-        )  # fmt: skip
+        )
         inputs = model.prepare(given)
         model.calls.ran_packed()
         packed = self._encode(inputs)
@@ -149,9 +165,13 @@ class GraphedEncoder:
         """`model.encode_packed`: packed in, packed out."""
         self.why_eager = self._unsupported()
         given = ModelInputs(
-            input_ids, token_type_ids=token_type_ids, position_ids=position_ids, cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen, task_type_ids=task_type_ids,
-        )  # fmt: skip
+            input_ids,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            task_type_ids=task_type_ids,
+        )
         inputs = self.model.prepare(given)
         self.model.calls.ran_packed()
         return self.model.encode(inputs).packed if self.why_eager is not None else self._encode(inputs)

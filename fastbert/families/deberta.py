@@ -25,15 +25,19 @@ def _spec(config: Any, depth: int) -> LayerSpec:
     count, dropout, found = config.num_attention_heads, config.hidden_dropout_prob, terms(config)
     width, is_relative = config.hidden_size // count, config.relative_attention
     names = LayerNames(
-        query=_QKV, key=_QKV, value=_QKV, per_head=True,
-        query_bias="attention.self.q_bias", value_bias="attention.self.v_bias",
+        query=_QKV,
+        key=_QKV,
+        value=_QKV,
+        per_head=True,
+        query_bias="attention.self.q_bias",
+        value_bias="attention.self.v_bias",
         relative_key="attention.self.pos_proj" if is_relative and "c2p" in found else None,
         relative_query="attention.self.pos_q_proj" if is_relative and "p2c" in found else None,
         order=(
             *("query", "relative_key", "relative_query", "attention_output", "attention_norm"),
             *("up", "down", "feed_forward_norm"),
         ),
-    )  # fmt: skip
+    )
     return LayerSpec(
         names,
         AttentionSpec(

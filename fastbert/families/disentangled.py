@@ -61,16 +61,24 @@ def embeddings_of(config: Any) -> Embeddings:
 def masked_lm() -> MaskedLM:
     """BERT's head where the config says `legacy`; else that of the paper, which reads the word table itself."""
     own = MaskedLM(
-        "lm_predictions.lm_head.dense", "lm_predictions.lm_head.LayerNorm", None, "lm_predictions.lm_head.bias",
-        width=FromConfig("hidden_size"), decoder_bias=False,
-    )  # fmt: skip
+        "lm_predictions.lm_head.dense",
+        "lm_predictions.lm_head.LayerNorm",
+        None,
+        "lm_predictions.lm_head.bias",
+        width=FromConfig("hidden_size"),
+        decoder_bias=False,
+    )
     return MaskedLM(instead=("legacy", own))
 
 
 POOLED = ClassifierHead(
-    pooling="first", dense="pooler.dense", activation=FromConfig("pooler_hidden_act"), drops_first=True,
-    first_dropout=FromConfig("pooler_dropout"), soft_labels=True,
-)  # fmt: skip
+    pooling="first",
+    dense="pooler.dense",
+    activation=FromConfig("pooler_hidden_act"),
+    drops_first=True,
+    first_dropout=FromConfig("pooler_dropout"),
+    soft_labels=True,
+)
 SPECIAL: dict[str, str] = {"pad": "[PAD]", "cls": "[CLS]", "sep": "[SEP]", "unk": "[UNK]", "mask": "[MASK]"}
 TOKENS = ClassifierHead(pooling="tokens", dropout=FromConfig("hidden_dropout_prob"))
 DROPOUTS = {
@@ -80,7 +88,11 @@ DROPOUTS = {
     "output.dropout": "feed_forward",
 }
 FIELDS: dict[str, Field] = {
-    "relative_attention": Flag(False), "max_relative_positions": Count(-1, -1), "pos_att_type": Structure(),
-    "position_biased_input": Flag(True), "pooler_dropout": Share(0.0), "pooler_hidden_act": ActivationName("gelu"),
+    "relative_attention": Flag(False),
+    "max_relative_positions": Count(-1, -1),
+    "pos_att_type": Structure(),
+    "position_biased_input": Flag(True),
+    "pooler_dropout": Share(0.0),
+    "pooler_hidden_act": ActivationName("gelu"),
     "legacy": Flag(True),
-}  # fmt: skip
+}

@@ -17,10 +17,17 @@ from fastbert.families.schema import (
 from fastbert.layer_spec import AttentionSpec, FeedForwardSpec, Invalid, LayerNames, LayerSpec, NormSpec
 
 _LAYER = LayerNames(
-    query="attn.Wqkv", key="attn.Wqkv", value="attn.Wqkv", attention_output="attn.Wo", attention_norm="attn_norm",
-    gate="mlp.Wi", up="mlp.Wi", down="mlp.Wo", feed_forward_norm="mlp_norm",
+    query="attn.Wqkv",
+    key="attn.Wqkv",
+    value="attn.Wqkv",
+    attention_output="attn.Wo",
+    attention_norm="attn_norm",
+    gate="mlp.Wi",
+    up="mlp.Wi",
+    down="mlp.Wo",
+    feed_forward_norm="mlp_norm",
     order=("attention_norm", "query", "attention_output", "feed_forward_norm", "up", "down"),
-)  # fmt: skip
+)
 _THETAS = {"full_attention": 160_000.0, "sliding_attention": 10_000.0}
 
 

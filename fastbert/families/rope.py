@@ -47,8 +47,11 @@ def rotary(config: Any, dim: int, theta: Thetas, layer_type: str | None = None, 
         raise Invalid("head_dim", config.extra["head_dim"], f"{dim}, hidden_size / num_attention_heads")
     kind = given.get("rope_type", given.get("type", "default"))
     if kind in ("dynamic", "longrope"):
-        raise Invalid(f"{name}.rope_type", kind, "one whose table does not depend on the longest sequence of a batch:"
-                      f" {', '.join(_NUMBERS)}")  # fmt: skip
+        raise Invalid(
+            f"{name}.rope_type",
+            kind,
+            f"one whose table does not depend on the longest sequence of a batch: {', '.join(_NUMBERS)}",
+        )
     if not isinstance(kind, str) or kind not in _NUMBERS:
         raise Invalid(f"{name}.rope_type", kind, f"one of {', '.join(_NUMBERS)}")
     base: Any = given.get("rope_theta", default)

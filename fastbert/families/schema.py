@@ -16,9 +16,17 @@ from fastbert.layer_spec import LINEARS, AttentionSpec, Distances, FeedForwardSp
 
 # Which family files take here.
 __all__ = [
-    "ALBERT_TOKENS", "ROBERTA_TOKENS", "ActivationName", "Choice", "Count", "Flag", "NewVocabulary", "Number", "Share",
+    "ALBERT_TOKENS",
+    "ROBERTA_TOKENS",
+    "ActivationName",
+    "Choice",
+    "Count",
+    "Flag",
+    "NewVocabulary",
+    "Number",
+    "Share",
     "Structure",
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True)

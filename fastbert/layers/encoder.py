@@ -328,8 +328,15 @@ class EncoderLayer(nn.Module):
         names, form = spec.names, spec.attention
         queries, keys = form.num_heads * form.head_dim, form.num_kv_heads * form.head_dim
         inner = spec.feed_forward.intermediate_size
-        rows = {"query": queries, "key": keys, "value": keys, "attention_output": hidden_size,
-                "gate": inner, "up": inner, "down": hidden_size}  # fmt: skip
+        rows = {
+            "query": queries,
+            "key": keys,
+            "value": keys,
+            "attention_output": hidden_size,
+            "gate": inner,
+            "up": inner,
+            "down": hidden_size,
+        }
         columns = {"attention_output": queries, "down": inner}
         for role in names.order:
             path = getattr(names, role)

@@ -350,9 +350,16 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         """
         taken(options, (), self)
         given = ModelInputs(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen, batch,
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            cu_seqlens,
+            max_seqlen,
+            batch,
             task_type_ids,
-        )  # fmt: skip
+        )
         if records_hf() and not given.are_packed():
             asked = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
             recorded = ModelOutput(record(self, given, asked))

@@ -187,8 +187,19 @@ class ForMultipleChoice(ClassifierModel):
     def num_outputs(self, config):
         return 1
 
-    def forward(self, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None, inputs_embeds=None,
-                labels=None, *args, num_choices: int | None = None, task_type_ids=None, **kwargs):  # fmt: skip
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        token_type_ids=None,
+        position_ids=None,
+        inputs_embeds=None,
+        labels=None,
+        *args,
+        num_choices: int | None = None,
+        task_type_ids=None,
+        **kwargs,
+    ):
         """As other heads (the Trainer finds `labels` here); packed input needs `num_choices`, padded input shows it."""
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, task_type_ids)
         padded = kwargs.get("cu_seqlens") is None and kwargs.get("batch") is None
@@ -243,8 +254,18 @@ class ForQuestionAnswering(ClassifierModel):
 
     option_names = ("start_positions", "end_positions")
 
-    def forward(self, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None, inputs_embeds=None,
-                start_positions=None, end_positions=None, *args, **kwargs):  # fmt: skip
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        token_type_ids=None,
+        position_ids=None,
+        inputs_embeds=None,
+        start_positions=None,
+        end_positions=None,
+        *args,
+        **kwargs,
+    ):
         """As other heads; the Trainer finds the names of its labels here."""
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, None)
         return super().forward(*inputs, *args, start_positions=start_positions, end_positions=end_positions, **kwargs)

@@ -136,9 +136,16 @@ class HeadModel(PreTrainedModel):
         labelled = taken(labelled, self.option_names, self)
         check_tensors({name: value for name, value in labelled.items() if name != "num_choices"})
         given = ModelInputs(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen, batch,
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            cu_seqlens,
+            max_seqlen,
+            batch,
             task_type_ids,
-        )  # fmt: skip
+        )
         if records_hf() and not given.are_packed():
             asked = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
             recorded = ModelOutput(record(self, given, asked | labelled))

@@ -22,9 +22,16 @@ from fastbert.packing import IdRange, PackedBatch
 # What an encoder ignores, as in transformers: a cache is the decoder's, the Trainer's count of items the loss's, and
 # sentence-transformers leaves its results in features, and hands them on when they go through a model again.
 IGNORED = frozenset(
-    {"token_embeddings", "sentence_embedding", "scores", "all_layer_embeddings", "token_weights_sum", "use_cache",
-     "num_items_in_batch"}
-)  # fmt: skip
+    {
+        "token_embeddings",
+        "sentence_embedding",
+        "scores",
+        "all_layer_embeddings",
+        "token_weights_sum",
+        "use_cache",
+        "num_items_in_batch",
+    }
+)
 
 
 def check_tensors(given: Mapping[str, Any]) -> None:

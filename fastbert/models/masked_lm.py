@@ -298,8 +298,19 @@ class ForPreTraining(MaskedLMHeadModel):
     def needs_pooler(self):
         return True
 
-    def forward(self, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None, inputs_embeds=None,
-                labels=None, next_sentence_label=None, *args, sentence_order_label=None, **kwargs):  # fmt: skip
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        token_type_ids=None,
+        position_ids=None,
+        inputs_embeds=None,
+        labels=None,
+        next_sentence_label=None,
+        *args,
+        sentence_order_label=None,
+        **kwargs,
+    ):
         """As other heads; the Trainer finds the names of labels here. A family has one of the two kinds of pairs."""
         pairs = {"next_sentence_label": next_sentence_label, "sentence_order_label": sentence_order_label}
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, labels)

@@ -269,9 +269,17 @@ def embed_layer_norm(
         BackendError: the backend that was asked for cannot serve the call.
     """
     check_devices(
-        "embed_layer_norm", word=word, position=position, token_type=token_type, weight=weight, bias=bias,
-        input_ids=input_ids, position_ids=position_ids, token_type_ids=token_type_ids, inputs_embeds=inputs_embeds,
-    )  # fmt: skip
+        "embed_layer_norm",
+        word=word,
+        position=position,
+        token_type=token_type,
+        weight=weight,
+        bias=bias,
+        input_ids=input_ids,
+        position_ids=position_ids,
+        token_type_ids=token_type_ids,
+        inputs_embeds=inputs_embeds,
+    )
     if input_ids is None and inputs_embeds is None:
         raise ValueError("embed_layer_norm: give input_ids or inputs_embeds")
     if position is None:
@@ -309,6 +317,12 @@ def embed_layer_norm(
             _check_rows(given, tables)
             raise
     operands = (ids, position_ids, token_type_ids, table, position, token_type)
+    return _by_kernels(chosen, operands, weight, bias, options, backend)
+
+
+def _by_kernels(chosen, operands, weight, bias, options: EmbedLayerNormOptions, backend: str | None) -> torch.Tensor:
+    *_, table, position, token_type = operands
+    dropout_p, eps = options.dropout_p, options.eps
     if chosen is Backend.CUDA:
         return dropout(_FWD[chosen](*operands, weight, bias, eps), dropout_p)
     if needs_grad(table, position, token_type):

@@ -281,9 +281,13 @@ class SentenceEncoder(TextModel, HasSimilarity, HasDimensions):
         from fastbert.sentences.documents import CHUNKS, chunk_stream
 
         options = InferenceOptions(
-            self.prompt(prompt_name, prompt), batch_tokens, normalize=normalize, truncate_dim=truncate_dim, task=task,
+            self.prompt(prompt_name, prompt),
+            batch_tokens,
+            normalize=normalize,
+            truncate_dim=truncate_dim,
+            task=task,
             windows=CHUNKS if windows is None else windows,
-        )  # fmt: skip
+        )
         yield from chunk_stream(self, texts, options, late, on_tokens)
 
     def encode_stream(
@@ -310,9 +314,12 @@ class SentenceEncoder(TextModel, HasSimilarity, HasDimensions):
         Pairs, and errors, are as of `encode`: those of a text when its chunk is reached.
         """
         options = InferenceOptions(
-            self.prompt(prompt_name, prompt), batch_tokens, normalize=normalize, truncate_dim=truncate_dim,
+            self.prompt(prompt_name, prompt),
+            batch_tokens,
+            normalize=normalize,
+            truncate_dim=truncate_dim,
             windows=windows or self.windows,
-        )  # fmt: skip
+        )
         check_listed("texts", texts, "a list of strings, or what gives them one by one")
         for chunk in in_chunks(texts, chunk_texts, aligned=True):
             listed = check_texts(chunk, pairs=True, windows=options.windows)

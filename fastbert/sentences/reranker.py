@@ -158,9 +158,13 @@ class Reranker(SequenceScorer):
         pairs, one = check_pairs(inputs)
         on_host = convert_to_numpy and not convert_to_tensor
         options = InferenceOptions(
-            self.prompt(prompt_name, prompt), batch_tokens, batch_size, on_host=on_host,
-            windows=windows or self.windows, aggregate=aggregate,
-        )  # fmt: skip
+            self.prompt(prompt_name, prompt),
+            batch_tokens,
+            batch_size,
+            on_host=on_host,
+            windows=windows or self.windows,
+            aggregate=aggregate,
+        )
         bar_options = {"unit": " pairs", "desc": "scoring"}
         logits = self.shared_rows(pairs, options, show_progress_bar, device, pool, chunk_size, **bar_options)
         scores = self.scores(logits, activation_fn, apply_softmax)

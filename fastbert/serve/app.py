@@ -78,9 +78,13 @@ def make_app(
         app.add_route(route.path, server.answering(route), methods=["POST"])
     app.add_route("/", server.answering_at_root(of_kind), methods=["POST"])
     gets: dict[str, Callable[[Request], Awaitable[Response]]] = {
-        "/health": server.health, "/live": server.health, "/metrics": server.page, "/info": server.info,
-        "/v1/models": api.models, "/v1/models/{name:path}": api.model,
-    }  # fmt: skip
+        "/health": server.health,
+        "/live": server.health,
+        "/metrics": server.page,
+        "/info": server.info,
+        "/v1/models": api.models,
+        "/v1/models/{name:path}": api.model,
+    }
     for path, answer in gets.items():
         app.add_route(path, answer, methods=["GET"])  # and HEAD
     document = openapi.document(engine, limits, of_kind, has_key=api_key is not None, api_inputs=API_INPUTS)

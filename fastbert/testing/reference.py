@@ -85,9 +85,18 @@ _rotary = rotary  # attention's argument has the same name
 
 
 def attention(
-    q, k, v, cu_seqlens, softmax_scale=None, keep=None, dropout_p=0.0, window_size=(-1, -1), window_positions=None,
-    rotary=None, relative=None,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    cu_seqlens,
+    softmax_scale=None,
+    keep=None,
+    dropout_p=0.0,
+    window_size=(-1, -1),
+    window_positions=None,
+    rotary=None,
+    relative=None,
+):
     """q (total_tokens, num_heads, head_dim), k and v (total_tokens, num_kv_heads, head_dim), one sequence after the
     other; query head h sees key head h // (num_heads // num_kv_heads).
 
@@ -221,9 +230,18 @@ def encoder_layer(
     projected = torch.cat([product(inputs, leaf) for leaf in projections], -1)
     q, k, v = projected.unflatten(-1, (-1, attention_spec.head_dim)).split(heads, 1)
     context = attention(
-        q, k, v, cu_seqlens, attention_spec.softmax_scale, keeps[0], dropouts[0], attention_spec.window_size,
-        window_positions, table, relative,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens,
+        attention_spec.softmax_scale,
+        keeps[0],
+        dropouts[0],
+        attention_spec.window_size,
+        window_positions,
+        table,
+        relative,
+    )
     x = x + dropped(product(context.flatten(1), output), 1)
     x = x if spec.norm_first else normed(x, 0)
     inner = torch.cat([product(normed(x, 1) if spec.norm_first else x, leaf) for leaf in ups], -1)

@@ -116,9 +116,15 @@ class Loop:
 
         self.checkpoints = Checkpoints(folder / "checkpoints", world, options.keep)
         self._step = TrainStep(
-            task, model, optimizer, world, max_norm=options.max_norm, bf16=options.bf16, parts=options.parts,
+            task,
+            model,
+            optimizer,
+            world,
+            max_norm=options.max_norm,
+            bf16=options.bf16,
+            parts=options.parts,
             graphs=graphs,
-        )  # fmt: skip
+        )
         self._waiting: list[torch.Tensor] = []  # losses of earlier steps, which nobody has looked at
         self._tokens, self._since = 0, time.perf_counter()
         self._has_said = False

@@ -201,9 +201,19 @@ class AdamW(_WithoutDynamo, torch.optim.AdamW):
         means, squares, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
         beta1, beta2, eps = map(float, (*self.param_groups[0]["betas"], self.param_groups[0]["eps"]))
         return ops.adamw(
-            weights, gradients, means, squares, steps, deferred=self._deferred_of(weights, gradients, means, squares),
-            rates=rates, decays=decays, beta1=beta1, beta2=beta2, eps=eps, max_norm=max_norm,
-        )  # fmt: skip
+            weights,
+            gradients,
+            means,
+            squares,
+            steps,
+            deferred=self._deferred_of(weights, gradients, means, squares),
+            rates=rates,
+            decays=decays,
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            max_norm=max_norm,
+        )
 
     def step_flat(self, max_norm: float) -> torch.Tensor | None:
         """They take the weights' gradients. None where these weights, gradients or options need torch's own step."""

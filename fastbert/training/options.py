@@ -108,8 +108,19 @@ class RunOptions:
         for name in positive:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
-        for name in ("seed", "steps", "epochs", "batch_size", "step_tokens", "workers", "warmup", "max_norm",
-                     "eval_every", "patience", "weight_decay"):  # fmt: skip
+        for name in (
+            "seed",
+            "steps",
+            "epochs",
+            "batch_size",
+            "step_tokens",
+            "workers",
+            "warmup",
+            "max_norm",
+            "eval_every",
+            "patience",
+            "weight_decay",
+        ):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         if not self.steps and not self.epochs:
@@ -224,8 +235,21 @@ class PretrainOptions(RunOptions):
 
 
 # What may change when a run goes on: where and how it runs, and what is reported of it, but not what is learnt.
-MAY_CHANGE = {"output", "resume", "dry_run", "accumulation", "device", "workers", "wrapping", "timeout", "log_every",
-              "save_every", "keep", "tensorboard", "activation_checkpointing"}  # fmt: skip
+MAY_CHANGE = {
+    "output",
+    "resume",
+    "dry_run",
+    "accumulation",
+    "device",
+    "workers",
+    "wrapping",
+    "timeout",
+    "log_every",
+    "save_every",
+    "keep",
+    "tensorboard",
+    "activation_checkpointing",
+}
 
 # The options that name data, and the split of a data set on the hub that each reads: their content must stay, too.
 DATA = {"train": "train", "eval": "validation"}

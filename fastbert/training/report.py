@@ -174,8 +174,11 @@ def card(options: RunOptions, metrics: dict[str, Any], task: Any) -> str:
         f"After step {metrics['best_step']} of {metrics['steps']}; {metrics['tokens']:,} tokens at"
         f" {metrics['tokens_per_second']:,.0f} a second; training loss {metrics['train_loss']:.4f}.\n",
         "## Data\n",
-        *(f"- {option}: {', '.join(f'`{_shown(name)}`' for name in vars(options)[option])}" for option in DATA
-          if vars(options)[option]),
+        *(
+            f"- {option}: {', '.join(f'`{_shown(name)}`' for name in vars(options)[option])}"
+            for option in DATA
+            if vars(options)[option]
+        ),
         f"\n`{run_folder.DIGESTS}` has their SHA-256.\n",
         "## Settings\n",
         f"```yaml\n{to_yaml(_without_paths(options))}```\n",
@@ -183,7 +186,7 @@ def card(options: RunOptions, metrics: dict[str, Any], task: Any) -> str:
         "## Licence\n",
         _licence(source, terms),
         "## Intended use, limits\n\nTo be filled in by its authors.\n",
-    ]  # fmt: skip
+    ]
     return "\n".join(lines)
 
 

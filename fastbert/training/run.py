@@ -73,22 +73,12 @@ def _train(options: RunOptions, task: Task, loop_options: LoopOptions, world: Wo
     if world.size == 1 and world.device.type == "cpu" and options.optimizer == "adamw":
         use_sparse_gradients(model)
     wrapped = wrap(model, world, options.wrapping, bf16=loop_options.bf16)  # type: ignore[arg-type]
-    groups = parameter_groups(model, options.learning_rate, options.weight_decay, options.layer_decay)
-    optimizer = make_optimizer(options.optimizer, groups, (options.beta1, options.beta2), options.eps)
-    steps = loop_options.steps
-    warmup = round(options.warmup * steps) if options.warmup < 1 else int(options.warmup)
-    schedule = Schedule(optimizer, options.schedule, steps, warmup)
-
-    drawn = world.is_main and can_draw()
+    steps, drawn = loop_options.steps, world.is_main and can_draw()
+    optimizer, schedule = _optimizer_of(model, options, steps)
 
     def gather() -> None:
-        """Fill the whole model, where each rank has a part of it."""
         if is_sharded:
-            from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-            full = get_model_state_dict(wrapped, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-            if world.is_main:
-                whole.load_state_dict(full)
+            _gather(wrapped, whole, world)
 
     def evaluate() -> dict[str, float]:
         gather()
@@ -107,10 +97,18 @@ def _train(options: RunOptions, task: Task, loop_options: LoopOptions, world: Wo
             task.save(whole, folder)
 
     loop = Loop(
-        task, wrapped, task.hidden_size, optimizer, schedule, world, folder, loop_options,
-        evaluate=evaluate if task.metric else None, keep_best=save_model,
+        task,
+        wrapped,
+        task.hidden_size,
+        optimizer,
+        schedule,
+        world,
+        folder,
+        loop_options,
+        evaluate=evaluate if task.metric else None,
+        keep_best=save_model,
         at_end=lambda: draw_chart(folder) if drawn else None,
-    )  # fmt: skip
+    )
     if options.resume:
         loop.resume()
     progress = Progress(
@@ -129,6 +127,22 @@ def _train(options: RunOptions, task: Task, loop_options: LoopOptions, world: Wo
     if world.size > 1:
         dist.broadcast_object_list(reports, src=0, group=world.host_group)
     return reports[0]
+
+
+def _gather(wrapped: Any, whole: Any, world: World) -> None:
+    """Fill the whole model of the first rank, where each has a part of it."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    full = get_model_state_dict(wrapped, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if world.is_main:
+        whole.load_state_dict(full)
+
+
+def _optimizer_of(model: Any, options: RunOptions, steps: int) -> tuple[Any, Schedule]:
+    groups = parameter_groups(model, options.learning_rate, options.weight_decay, options.layer_decay)
+    optimizer = make_optimizer(options.optimizer, groups, (options.beta1, options.beta2), options.eps)
+    warmup = round(options.warmup * steps) if options.warmup < 1 else int(options.warmup)
+    return optimizer, Schedule(optimizer, options.schedule, steps, warmup)
 
 
 def _phases(

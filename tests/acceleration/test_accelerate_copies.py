@@ -42,9 +42,16 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 NAMES = (
-    ["pooler"], ["bert.embeddings"], ["intermediate"], ["encoder"], ["layer.1"], ["attention", "output.dense"],
-    ["LayerNorm"], ["word_embeddings", "pooler.dense"], ["bert"],
-)  # fmt: skip
+    ["pooler"],
+    ["bert.embeddings"],
+    ["intermediate"],
+    ["encoder"],
+    ["layer.1"],
+    ["attention", "output.dense"],
+    ["LayerNorm"],
+    ["word_embeddings", "pooler.dense"],
+    ["bert"],
+)
 
 
 @halved
@@ -74,10 +81,14 @@ def test_copies(names, before, packed_layers, no_fallback):
 @pytest.mark.parametrize(
     ("model_type", "names"),
     (
-        ("bert", ["attention"]), ("deberta-v2", ["encoder"]), ("roberta", ["roberta.embeddings"]),
-        ("distilbert", ["transformer"]), ("modernbert", ["mlp"]), ("albert", ["encoder"]),
+        ("bert", ["attention"]),
+        ("deberta-v2", ["encoder"]),
+        ("roberta", ["roberta.embeddings"]),
+        ("distilbert", ["transformer"]),
+        ("modernbert", ["mlp"]),
+        ("albert", ["encoder"]),
     ),
-)  # fmt: skip
+)
 def test_copies_of_other_families(model_type, names, packed_layers, no_fallback):
     model = make_hf(config_for(model_type, "TokenClassification", 0), "TokenClassification").eval()
     model = fastbert.accelerate(with_copies(model, names))

@@ -268,9 +268,18 @@ def fine_tune(model, folder: Path, **options) -> list[float]:
         rows.append({"input_ids": ids, "attention_mask": mask.long(), "labels": label})
     # At 1e-3 the steps enlarge each rounding by more than the error rule allows between two right answers.
     arguments = transformers.TrainingArguments(
-        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=8, learning_rate=3e-4, logging_steps=1,
-        seed=shifted(1), report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, **options,
-    )  # fmt: skip
+        output_dir=str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=8,
+        learning_rate=3e-4,
+        logging_steps=1,
+        seed=shifted(1),
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        **options,
+    )
     trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -107,11 +107,9 @@ CHANGES = {
     "a hook": lambda model: query(model).register_forward_hook(lambda module, args, out: 2 * out),
     "a hook before": lambda model: query(model).register_forward_pre_hook(lambda module, args: (2 * args[0],)),
     "a norm's eps": lambda model: setattr(model.encoder.layer[0].output.LayerNorm, "eps", 0.5),
-    "a table": lambda model: setattr(
-        model.embeddings, "word_embeddings", double(model.embeddings.word_embeddings)
-    ),
+    "a table": lambda model: setattr(model.embeddings, "word_embeddings", double(model.embeddings.word_embeddings)),
     "the pooler": lambda model: setattr(model.pooler, "dense", double(model.pooler.dense)),
-}  # fmt: skip
+}
 
 
 def query(model: torch.nn.Module) -> torch.nn.Linear:

@@ -72,11 +72,21 @@ def cuda(monkeypatch):
 
     reserved, caller = iter((100, 164, 164, 180)), Stream(name="current")
     fake = types.SimpleNamespace(
-        Stream=Stream, Event=Event, CUDAGraph=Graph, device=device, stream=stream, graph=graph, set_stream=set_stream,
-        current_stream=lambda device: fake.current, empty_cache=lambda: log.append("empty_cache"),
-        synchronize=lambda device=None: log.append("synchronize"), memory_reserved=lambda device: next(reserved),
-        current=caller, is_invalid=False, log=log,
-    )  # fmt: skip
+        Stream=Stream,
+        Event=Event,
+        CUDAGraph=Graph,
+        device=device,
+        stream=stream,
+        graph=graph,
+        set_stream=set_stream,
+        current_stream=lambda device: fake.current,
+        empty_cache=lambda: log.append("empty_cache"),
+        synchronize=lambda device=None: log.append("synchronize"),
+        memory_reserved=lambda device: next(reserved),
+        current=caller,
+        is_invalid=False,
+        log=log,
+    )
     monkeypatch.setattr(capture.torch, "cuda", fake)
     return fake
 

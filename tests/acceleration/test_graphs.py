@@ -26,8 +26,14 @@ from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 ARGUMENTS = (
-    "input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "cu_seqlens", "max_seqlen",
-)  # fmt: skip
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "position_ids",
+    "inputs_embeds",
+    "cu_seqlens",
+    "max_seqlen",
+)
 
 
 def make_model(model_type: str = "bert", index: int = 0, **changes):

@@ -196,8 +196,15 @@ def test_who_is_not_there_is_named_with_the_reason():
     assert contestant.missing() == "not installed: no_such_thing (pip install it)"
     assert contestants.CONTESTANTS["fastbert"].missing() is None
     assert "GGUF" in contestants.CONTESTANTS["llama.cpp"].missing()
-    both = {"fastbert", "fastbert-accelerate", "sentence-transformers", "onnxruntime", "openvino", "openvino-weights",
-            "openvino-calibrated"}  # fmt: skip
+    both = {
+        "fastbert",
+        "fastbert-accelerate",
+        "sentence-transformers",
+        "onnxruntime",
+        "openvino",
+        "openvino-weights",
+        "openvino-calibrated",
+    }
     assert set(contestants.latency_contestants()) == both
     others = {"sentence-transformers-onnx", "sentence-transformers-openvino", "ctranslate2", "fastembed", "llama.cpp"}
     assert set(contestants.corpus_contestants()) == both | others
@@ -233,8 +240,15 @@ def test_the_bound_is_the_larger_of_two(source):
     assert report.bound_of(source.config, 8, answers[:3]) is None
 
 
-MACHINE = {"cpu": "A CPU", "cpu_capability": "AVX512", "threads": 1, "torch": "2", "packages": {"openvino": "1"},
-           "commit": "abc", "date": "today"}  # fmt: skip
+MACHINE = {
+    "cpu": "A CPU",
+    "cpu_capability": "AVX512",
+    "threads": 1,
+    "torch": "2",
+    "packages": {"openvino": "1"},
+    "commit": "abc",
+    "date": "today",
+}
 
 
 def latency_report() -> dict:

@@ -23,9 +23,14 @@ from fastbert.testing.cases import MODELS, WORKLOADS, Workload
 pytestmark = pytest.mark.dear_to_set_up
 BY_NAME = {workload.id: workload for workload in WORKLOADS}
 SETTINGS = compete.BenchSettings(
-    model="tiny", precisions=("float32",), workloads=(BY_NAME["1x16"],),
-    contestants=("fastbert", "transformers-sdpa", "absent"), rounds=2, restarts=1, threads=1,
-)  # fmt: skip
+    model="tiny",
+    precisions=("float32",),
+    workloads=(BY_NAME["1x16"],),
+    contestants=("fastbert", "transformers-sdpa", "absent"),
+    rounds=2,
+    restarts=1,
+    threads=1,
+)
 
 
 def test_the_timer_calls_until_the_time_is_full(monkeypatch):
@@ -190,10 +195,14 @@ def test_bad_arguments_give_one_error(arguments, message, capsys):
 @pytest.mark.parametrize(
     "name, precision, masked",
     (
-        ("onnxruntime", "float32", True), ("onnxruntime", "int8", False), ("openvino", "float32", False),
-        ("openvino", "bfloat16", True), ("openvino-weights", "int8", True), ("openvino-calibrated", "int8", False),
+        ("onnxruntime", "float32", True),
+        ("onnxruntime", "int8", False),
+        ("openvino", "float32", False),
+        ("openvino", "bfloat16", True),
+        ("openvino-weights", "int8", True),
+        ("openvino-calibrated", "int8", False),
     ),
-)  # fmt: skip
+)
 def test_runtimes_pass_the_check(name, precision, masked, cells, tmp_path):
     contestant = CONTESTANTS[name]
     if (missing := contestant.missing()) is not None:

@@ -54,9 +54,16 @@ def source(tmp_path, texts) -> Path:
 
 def settings(model: Path, **changes) -> WorkerSettings:
     given = WorkerSettings(
-        model=str(model), column="text", output_column="embedding", dtype="auto", device="cpu", batch_tokens=None,
-        normalize=None, prompt_name=None, threads=1,
-    )  # fmt: skip
+        model=str(model),
+        column="text",
+        output_column="embedding",
+        dtype="auto",
+        device="cpu",
+        batch_tokens=None,
+        normalize=None,
+        prompt_name=None,
+        threads=1,
+    )
     return replace(given, **changes)
 
 
@@ -109,8 +116,9 @@ def test_all_blocks_have_the_bits_of_one_process(source, tmp_path, model, texts)
     assert np.array_equal(vectors, np.concatenate([rows for stream in streams for rows, _ in stream]))
     # And `fastbert encode` of the file writes these bits.
     out = tmp_path / "a.npy"
-    done = run_here("encode", source / "a.parquet", "--column", "text", "--model", model, "--device", "cpu",
-                    "--output", out)  # fmt: skip
+    done = run_here(
+        "encode", source / "a.parquet", "--column", "text", "--model", model, "--device", "cpu", "--output", out
+    )
     assert done.returncode == 0, done.stderr
     assert np.array_equal(np.load(out), vectors[:first])
 
@@ -205,8 +213,10 @@ def test_a_ray_that_does_not_start(monkeypatch, address, said):
 def test_bad_places(source, tmp_path):
     out = tmp_path / "out"
     for place, said in (
-        (tmp_path / "nothing", "does not exist"), (tmp_path, "has no column"), ("nosuch://bucket/x", "nosuch"),
-    ):  # fmt: skip
+        (tmp_path / "nothing", "does not exist"),
+        (tmp_path, "has no column"),
+        ("nosuch://bucket/x", "nosuch"),
+    ):
         if place == tmp_path:
             parquet.write_table(pa.table({"words": ["a"]}), tmp_path / "words.parquet")
         with pytest.raises(InputError, match=said):
@@ -267,8 +277,18 @@ def test_texts_that_were_cut_are_counted(tmp_path, model, monkeypatch):
     monkeypatch.setattr(ray_engine, "start_ray", InThisProcess)
     texts = ["the cat", "the cat " * 100, "a dog"] * 400 + ["a dog " * 100]  # of two blocks
     parquet.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
-    done = run_here("encode", tmp_path / "a.parquet", "--engine", "ray", "--model", model, "--device", "cpu",
-                    "--output", tmp_path / "out")  # fmt: skip
+    done = run_here(
+        "encode",
+        tmp_path / "a.parquet",
+        "--engine",
+        "ray",
+        "--model",
+        model,
+        "--device",
+        "cpu",
+        "--output",
+        tmp_path / "out",
+    )
     assert done.returncode == 0 and len(list((tmp_path / "out").glob("part-*"))) == 2, done.stderr
     limit = SentenceEncoder.from_pretrained(model, device="cpu").max_seq_length
     cut = f"401 texts were cut to the model's {limit} tokens; --windows, without --engine ray, reads all of them\n"

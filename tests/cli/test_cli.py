@@ -257,8 +257,23 @@ def test_doctor_without_optional_parts():
     assert "the C++ extension is not built" in done.stdout and BUILD_KERNELS in done.stdout
 
 
-COMMANDS = ("encode", "search", "rerank", "classify", "fill-mask", "finetune", "pretrain", "predict", "quantize",
-            "info", "inspect", "compare", "doctor", "build", "bench")  # fmt: skip
+COMMANDS = (
+    "encode",
+    "search",
+    "rerank",
+    "classify",
+    "fill-mask",
+    "finetune",
+    "pretrain",
+    "predict",
+    "quantize",
+    "info",
+    "inspect",
+    "compare",
+    "doctor",
+    "build",
+    "bench",
+)
 
 
 def test_help_is_quick_and_has_examples():

@@ -182,8 +182,12 @@ def test_a_build_that_is_stopped_leaves_nothing(package, tmp_path, stop, code, s
     compiler, started = tmp_path / "compiler", tmp_path / "started"
     compiler.write_text(f'#!/bin/sh\ncase "$*" in *bindings*) echo $$ > {started}; sleep 600;; esac\nexec c++ "$@"\n')
     compiler.chmod(0o755)
-    process = start(f"import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n{COMMAND}", package,
-                    "build", CXX=str(compiler))  # fmt: skip
+    process = start(
+        f"import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n{COMMAND}",
+        package,
+        "build",
+        CXX=str(compiler),
+    )
     while not (started.exists() and started.read_text()):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)

@@ -12,10 +12,14 @@ from fastbert.training.options import FinetuneOptions, PretrainOptions, options_
 
 @pytest.mark.parametrize(
     "command,option,meant",
-    [("finetune", "--num_train_epochs", "--epochs"), ("finetune", "--per_device_train_batch_size", "--batch-size"),
-     ("pretrain", "--max-train-steps", "--steps"), ("predict", "--output_dir", "--output"),
-     ("serve", "--http-port", "--port")],
-)  # fmt: skip
+    [
+        ("finetune", "--num_train_epochs", "--epochs"),
+        ("finetune", "--per_device_train_batch_size", "--batch-size"),
+        ("pretrain", "--max-train-steps", "--steps"),
+        ("predict", "--output_dir", "--output"),
+        ("serve", "--http-port", "--port"),
+    ],
+)
 def test_an_option_that_has_a_longer_name_elsewhere(command, option, meant):
     done = run_here(command, f"{option}=5")
     assert done.returncode == 2
@@ -55,10 +59,16 @@ def test_an_unknown_key_of_a_file_names_the_nearest(cls):
 
 @pytest.mark.parametrize(
     "given,meant",
-    [("learning_rate", "--learning-rate"), ("--num_train_epochs", "--epochs"), ("--output_dir", "--output"),
-     ("--per-device-train-batch-size", "--batch-size"), ("--ouptut", "--output"), ("--rate", "--learning-rate"),
-     ("--qqqq", None)],
-)  # fmt: skip
+    [
+        ("learning_rate", "--learning-rate"),
+        ("--num_train_epochs", "--epochs"),
+        ("--output_dir", "--output"),
+        ("--per-device-train-batch-size", "--batch-size"),
+        ("--ouptut", "--output"),
+        ("--rate", "--learning-rate"),
+        ("--qqqq", None),
+    ],
+)
 def test_the_nearest(given, meant):
     known = ["--output", "--epochs", "--batch-size", "--learning-rate", "--train"]
     assert did_you_mean(given, known) == meant

@@ -173,7 +173,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(folders, source, t
             "aggregate='logits' is for windows, and there are none",
         ),
         (("predict", folders["tokens"], source, "--columns", "text", *SPEC[:1], "length=2"), "no room for a text"),
-    ):  # fmt: skip
+    ):
         assert message in fails(*arguments), arguments
     assert not out.exists()
 

@@ -139,7 +139,7 @@ DAMAGED = {
         "0 is no id of a token, or there twice": b'{"a": 0, "b": 0}',
     },
     "config.json": {"is not valid JSON": b"{"},
-}  # fmt: skip
+}
 _OF = {"vocab.json": "deberta", "merges.txt": "deberta", "vocab.txt": "mpnet"}
 
 

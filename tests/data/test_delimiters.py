@@ -35,14 +35,16 @@ PRICES = "text;price, EUR\ngood;1\nbad;0\n"
     "text,wanted",
     (
         (PRICES, [{"text": "good", "price, EUR": "1"}, {"text": "bad", "price, EUR": "0"}]),
-        ('text;price, EUR\n"a, b; c";1\nd, e;0\n',
-         [{"text": "a, b; c", "price, EUR": "1"}, {"text": "d, e", "price, EUR": "0"}]),
+        (
+            'text;price, EUR\n"a, b; c";1\nd, e;0\n',
+            [{"text": "a, b; c", "price, EUR": "1"}, {"text": "d, e", "price, EUR": "0"}],
+        ),
         ("text,is a|b\nx,1\n", [{"text": "x", "is a|b": "1"}]),
         ('"te\nxt";label\n"a, cat";1\n', [{"te\nxt": "a, cat", "label": "1"}]),
         ('"te\n\n, ;""xt""";label\na;1\n', [{'te\n\n, ;"xt"': "a", "label": "1"}]),
         ('text\n"a, b"\nc;d\n', [{"text": "a, b"}, {"text": "c;d"}]),
     ),
-)  # fmt: skip
+)
 def test_a_delimiter_is_found(text, wanted, tmp_path):
     assert both(tmp_path / "a.csv", text) == wanted
 
@@ -126,7 +128,7 @@ def test_a_delimiter_that_is_given(tmp_path):
         ("a.txt", "a\n", ";", r"a.txt: a delimiter is for .csv and .tsv files"),
         ("a.csv", "text,id\na,1\n", ";;", r"delimiter is ';;'; it must be one character"),
     ),
-)  # fmt: skip
+)
 def test_a_delimiter_that_does_not_fit(name, text, delimiter, message, tmp_path):
     path = tmp_path / name
     path.write_text(text)

@@ -258,9 +258,11 @@ def test_an_uncut_tokenizer_is_the_other_without_its_limit():
     assert made.encode(text).ids == copy.encode(text).ids and made.encode(text).offsets == copy.encode(text).offsets
     parts = {name: getattr(tokenizer, name) for name in ("model", "normalizer", "pre_tokenizer", "post_processor")}
     moved: Any = SimpleNamespace(
-        **parts, to_str=tokenizer.to_str, get_added_tokens_decoder=lambda: {90: AddedToken("a")},
+        **parts,
+        to_str=tokenizer.to_str,
+        get_added_tokens_decoder=lambda: {90: AddedToken("a")},
         encode_special_tokens=False,
-    )  # fmt: skip
+    )
     copy = uncut(moved)  # its ids are not those that new tokens get
     assert copy.encode(text).ids == made.encode(text).ids and copy.truncation is copy.padding is None
 

@@ -27,10 +27,27 @@ ROOT = Path(__file__).resolve().parents[2]
 STSB = ROOT.parent / "shared" / "data" / "stsb" / "dev.tsv"
 
 ODD_TEXTS = [
-    "", "a", " \t\n ", "Hello", "hello", "HELLO!", "don't", "Zoë's café, naïve", "自然言語処理は楽しい",
-    "مرحبا بالعالم", "emoji 👩‍👩‍👧‍👦 and e\u0301", "\x00\x01\ufffd", "a" * 300, "[MASK] [SEP] [CLS]",
-    "word " * 5000, "x. " * 700, "Hello", "supercalifragilisticexpialidocious", "1234567890" * 30, "\u202eleft",
-]  # fmt: skip
+    "",
+    "a",
+    " \t\n ",
+    "Hello",
+    "hello",
+    "HELLO!",
+    "don't",
+    "Zoë's café, naïve",
+    "自然言語処理は楽しい",
+    "مرحبا بالعالم",
+    "emoji 👩‍👩‍👧‍👦 and e\u0301",
+    "\x00\x01\ufffd",
+    "a" * 300,
+    "[MASK] [SEP] [CLS]",
+    "word " * 5000,
+    "x. " * 700,
+    "Hello",
+    "supercalifragilisticexpialidocious",
+    "1234567890" * 30,
+    "\u202eleft",
+]
 
 
 def sentence_transformer(folder: Path, **options):

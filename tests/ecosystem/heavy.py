@@ -67,8 +67,12 @@ def bertopic(model: Any) -> Any:
     from bertopic.dimensionality import BaseDimensionalityReduction
     from sklearn.cluster import KMeans
 
-    topics = BERTopic(embedding_model=model, umap_model=BaseDimensionalityReduction(),
-                      hdbscan_model=KMeans(2, n_init=1, random_state=0), min_topic_size=2)  # fmt: skip
+    topics = BERTopic(
+        embedding_model=model,
+        umap_model=BaseDimensionalityReduction(),
+        hdbscan_model=KMeans(2, n_init=1, random_state=0),
+        min_topic_size=2,
+    )
     assigned, _ = topics.fit_transform(TEXTS * 3)
     return np.array(assigned, dtype=float)
 
@@ -80,16 +84,32 @@ def mteb(model: Any) -> Any:
     from mteb.abstasks.sts import AbsTaskSTS
     from mteb.abstasks.task_metadata import TaskMetadata
 
-    unknown = ("reference", "date", "domains", "task_subtypes", "license", "annotations_creators", "dialect",
-               "sample_creation", "bibtex_citation")  # fmt: skip
+    unknown = (
+        "reference",
+        "date",
+        "domains",
+        "task_subtypes",
+        "license",
+        "annotations_creators",
+        "dialect",
+        "sample_creation",
+        "bibtex_citation",
+    )
 
     class Pairs(AbsTaskSTS):
         min_score, max_score = 0, 5
         metadata = TaskMetadata(
-            name="Pairs", description="pairs", dataset={"path": "none", "revision": "1"}, type="STS", category="t2t",
-            modalities=["text"], eval_splits=["test"], eval_langs=["eng-Latn"], main_score="cosine_spearman",
+            name="Pairs",
+            description="pairs",
+            dataset={"path": "none", "revision": "1"},
+            type="STS",
+            category="t2t",
+            modalities=["text"],
+            eval_splits=["test"],
+            eval_langs=["eng-Latn"],
+            main_score="cosine_spearman",
             **dict.fromkeys(unknown),
-        )  # fmt: skip
+        )
 
         def load_data(self, **options: Any) -> None:
             pairs = {"sentence1": TEXTS, "sentence2": TEXTS[2:] + TEXTS[:2], "score": [5.0, 4.0, 1.0, 0.0, 0.0, 2.0]}

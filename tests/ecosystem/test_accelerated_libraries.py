@@ -47,9 +47,16 @@ def test_sentence_transformers_trainer(tmp_path):
 
     def losses(model: Any) -> list[float]:
         arguments = library.SentenceTransformerTrainingArguments(
-            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=3, logging_steps=1, use_cpu=True,
-            seed=shifted(1), report_to="none", save_strategy="no", disable_tqdm=True,
-        )  # fmt: skip
+            output_dir=str(tmp_path),
+            max_steps=3,
+            per_device_train_batch_size=3,
+            logging_steps=1,
+            use_cpu=True,
+            seed=shifted(1),
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
         trainer = library.SentenceTransformerTrainer(
             model=model, args=arguments, train_dataset=data, loss=MultipleNegativesRankingLoss(model)
         )

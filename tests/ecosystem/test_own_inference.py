@@ -165,9 +165,13 @@ def exported(head: str, how: str, folder):
         else:
             path = str(folder / "model.onnx")
             torch.onnx.export(
-                *(model, (), path), kwargs=inputs, input_names=list(inputs), dynamic_shapes=SHAPES, dynamo=True,
+                *(model, (), path),
+                kwargs=inputs,
+                input_names=list(inputs),
+                dynamic_shapes=SHAPES,
+                dynamo=True,
                 verbose=False,
-            )  # fmt: skip
+            )
     near, oracle = (m(**others)[0] for m in (theirs, make_hf(config, head, torch.float64).eval()))
     real = others["attention_mask"].bool() if near.dim() == 3 else slice(None)
     if how != "onnx":

@@ -76,16 +76,28 @@ def losses_of(head: str, model: Any, folder: Any) -> list[float]:
     kind, loss = {
         "Model": ("SentenceTransformer", lambda: MultipleNegativesRankingLoss(model)),
         "SequenceClassification": ("CrossEncoder", lambda: cross_encoder.losses.BinaryCrossEntropyLoss(model)),
-        "MaskedLM": ("SparseEncoder", lambda: sparse_encoder.losses.SpladeLoss(
-            model, sparse_encoder.losses.SparseMultipleNegativesRankingLoss(model), document_regularizer_weight=3e-3)),
-    }[head]  # fmt: skip
+        "MaskedLM": (
+            "SparseEncoder",
+            lambda: sparse_encoder.losses.SpladeLoss(
+                model, sparse_encoder.losses.SparseMultipleNegativesRankingLoss(model), document_regularizer_weight=3e-3
+            ),
+        ),
+    }[head]
     data = {"first": TEXTS * 3, "second": (TEXTS[1:] + TEXTS[:1]) * 3}
     if head == "SequenceClassification":
         data["label"] = [0.0, 1.0] * 6
     arguments = getattr(st, f"{kind}TrainingArguments")(
-        str(folder), max_steps=STEPS, per_device_train_batch_size=4, logging_steps=1, report_to=[], use_cpu=True,
-        seed=shifted(1), save_strategy="no", learning_rate=1e-3, disable_tqdm=True,
-    )  # fmt: skip
+        str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=4,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        seed=shifted(1),
+        save_strategy="no",
+        learning_rate=1e-3,
+        disable_tqdm=True,
+    )
     trainer = getattr(st, f"{kind}Trainer")(model, arguments, datasets.Dataset.from_dict(data), loss=loss())
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -46,9 +46,15 @@ def trained(model: nn.Module, folder, data=None, **options) -> transformers.Trai
     data = rows() if data is None else data
     options = {"save_strategy": "no", "max_steps": STEPS, "per_device_train_batch_size": 8, **options}
     arguments = transformers.TrainingArguments(
-        output_dir=str(folder), learning_rate=3e-4, logging_steps=1, seed=shifted(1), report_to=[], use_cpu=True,
-        disable_tqdm=True, **options,
-    )  # fmt: skip
+        output_dir=str(folder),
+        learning_rate=3e-4,
+        logging_steps=1,
+        seed=shifted(1),
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        **options,
+    )
     trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=rows(8))
     trainer.train()
     return trainer

@@ -64,13 +64,27 @@ def metrics(given: transformers.EvalPrediction) -> dict[str, float]:
 def trained(model: Any, head: str, collate: Any, folder: Any, **options: Any) -> tuple[list[float], dict[str, float]]:
     data = datasets.Dataset.from_list([{**row, "unused": "x"} for row in rows(head)])
     arguments = transformers.TrainingArguments(
-        str(folder), max_steps=STEPS, per_device_train_batch_size=8, per_device_eval_batch_size=4, learning_rate=3e-3,
-        logging_steps=1, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, seed=shifted(1), **options,
-    )  # fmt: skip
+        str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=8,
+        per_device_eval_batch_size=4,
+        learning_rate=3e-3,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=shifted(1),
+        **options,
+    )
     trainer = transformers.Trainer(
-        model=model, args=arguments, train_dataset=data, eval_dataset=data, data_collator=collate,
+        model=model,
+        args=arguments,
+        train_dataset=data,
+        eval_dataset=data,
+        data_collator=collate,
         compute_metrics=metrics,
-    )  # fmt: skip
+    )
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer.evaluate()
 
@@ -104,9 +118,17 @@ def test_masked_lm_under_the_trainer(tmp_path):
     masking = Masking(1, np.arange(config.vocab_size) < 4, share=0.3)
     data = datasets.Dataset.from_list([{"input_ids": row["input_ids"][:1] * len(row["input_ids"])} for row in rows("")])
     arguments = transformers.TrainingArguments(
-        str(tmp_path), max_steps=15, per_device_train_batch_size=8, learning_rate=1e-2, logging_steps=5, report_to=[],
-        use_cpu=True, save_strategy="no", disable_tqdm=True, gradient_accumulation_steps=2,
-    )  # fmt: skip
+        str(tmp_path),
+        max_steps=15,
+        per_device_train_batch_size=8,
+        learning_rate=1e-2,
+        logging_steps=5,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        gradient_accumulation_steps=2,
+    )
     trainer = transformers.Trainer(
         model=ours, args=arguments, train_dataset=data, data_collator=fastbert.PackingCollator(masking)
     )
@@ -161,9 +183,17 @@ TEXTS = ["the cat sat on the mat.", "a dog ran", "who sat in the old house and r
 def sentence_losses(model: Any, make_loss: Any, folder: Any, collate: Any = None) -> list[float]:
     data = datasets.Dataset.from_dict({"anchor": TEXTS * 3, "positive": (TEXTS[1:] + TEXTS[:1]) * 3})
     arguments = library.SentenceTransformerTrainingArguments(
-        str(folder), max_steps=3, per_device_train_batch_size=4, logging_steps=1, report_to=[], use_cpu=True, seed=1,
-        save_strategy="no", learning_rate=1e-3, disable_tqdm=True,
-    )  # fmt: skip
+        str(folder),
+        max_steps=3,
+        per_device_train_batch_size=4,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        seed=1,
+        save_strategy="no",
+        learning_rate=1e-3,
+        disable_tqdm=True,
+    )
     trainer = library.SentenceTransformerTrainer(model, arguments, data, loss=make_loss(model), data_collator=collate)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -66,9 +66,18 @@ def train(model, folder):
     rows = {"sentence1": TEXTS * 4, "sentence2": TEXTS[1:] * 5, "score": [i % 5 / 4 for i in range(20)]}
     manual_seed(0)
     arguments = library.SentenceTransformerTrainingArguments(
-        str(folder), max_steps=3, per_device_train_batch_size=4, logging_steps=1, report_to=[], use_cpu=True,
-        seed=shifted(1), save_strategy="no", learning_rate=1e-4, disable_tqdm=True, dataloader_num_workers=0,
-    )  # fmt: skip
+        str(folder),
+        max_steps=3,
+        per_device_train_batch_size=4,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        seed=shifted(1),
+        save_strategy="no",
+        learning_rate=1e-4,
+        disable_tqdm=True,
+        dataloader_num_workers=0,
+    )
     trainer = library.SentenceTransformerTrainer(model, arguments, Dataset.from_dict(rows), loss=CoSENTLoss(model))
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -31,9 +31,11 @@ ROUTES = ("plain", "accelerated", "own")
 TESTS = ("tests/sentence_transformer", "tests/cross_encoder", "tests/sparse_encoder", "tests/multi_vector_encoder")
 TESTS = (*TESTS, "tests/base/test_trainer.py", "tests/base/modules/test_transformer.py")
 ENCODERS = (
-    "sentence-transformers-testing/stsb-bert-tiny-safetensors", "google-bert/bert-base-uncased",
-    "prajjwal1/bert-tiny", "distilbert/distilbert-base-uncased",
-)  # fmt: skip
+    "sentence-transformers-testing/stsb-bert-tiny-safetensors",
+    "google-bert/bert-base-uncased",
+    "prajjwal1/bert-tiny",
+    "distilbert/distilbert-base-uncased",
+)
 RERANKERS = ("cross-encoder-testing/reranker-bert-tiny-gooaq-bce",)
 NOUNS = ("man", "guitar", "field", "dog", "train", "river", "book", "house", "street", "child")
 SPARSE = ("sparse-encoder-testing/splade-bert-tiny-nq",)
@@ -193,9 +195,12 @@ def _accelerate_all() -> list[Any]:
 def run(folder: Path, tests: list[str], route: str, cache: Path, work: Path) -> tuple[dict[str, str], dict[str, Any]]:
     junit, calls = work / f"{route}.xml", work / f"{route}.json"
     environment = os.environ | {
-        "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "THEIRS_ROUTE": route, "THEIRS_CALLS": str(calls),
+        "HF_HUB_CACHE": str(cache),
+        "HF_HUB_OFFLINE": "1",
+        "THEIRS_ROUTE": route,
+        "THEIRS_CALLS": str(calls),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]),
-    }  # fmt: skip
+    }
     command = [
         sys.executable,
         "-m",

@@ -123,9 +123,13 @@ def run_worker(name, options, seed, left, scratch, tally) -> int | None:
     command += ["--without", options.without]
     with (scratch / "stderr").open("a+") as errors:
         process = subprocess.Popen(
-            command, pass_fds=[write], env={**os.environ, "TMPDIR": str(scratch)}, stderr=errors, stdout=errors,
+            command,
+            pass_fds=[write],
+            env={**os.environ, "TMPDIR": str(scratch)},
+            stderr=errors,
+            stdout=errors,
             start_new_session=True,
-        )  # fmt: skip
+        )
         os.close(write)
         RUNNING.append(process)
         current, sizes, of_compiler = seed, [0], 0

@@ -25,8 +25,15 @@ from fastbert.families import FAMILIES
 
 # Its code has no error of its own for a file that it cannot run.
 THEIR_ERRORS = (
-    ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, StrictDataclassError, TypeError, ValueError
-)  # fmt: skip
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
 THEIR_MEMORY = 2**31  # bytes that it may take for a file: it multiplies "3", a string, by the width of a head
 ROTARY = tuple(name for name, family in FAMILIES.items() if "rope_parameters" in family.fields)
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -48,8 +55,16 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "rope_theta": (1000.0, 50, 160_000.0),
     "xyzzy": (5,),
 }
-BESIDE = ("partial_rotary_factor", "rope_theta", "original_max_position_embeddings", "truncate", "global_rope_theta",
-          "local_rope_theta", "sliding_window", "head_dim")  # fmt: skip
+BESIDE = (
+    "partial_rotary_factor",
+    "rope_theta",
+    "original_max_position_embeddings",
+    "truncate",
+    "global_rope_theta",
+    "local_rope_theta",
+    "sliding_window",
+    "head_dim",
+)
 NEEDED = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),

@@ -79,9 +79,15 @@ def _hypothesis_round(run_case: Callable, cases: int, seed: int, shrink: bool) -
     phases = (hypothesis.Phase.generate, *((hypothesis.Phase.shrink,) if shrink else ()))
 
     @hypothesis.settings(
-        max_examples=cases, phases=phases, database=None, deadline=None, report_multiple_bugs=False, print_blob=False,
-        verbosity=hypothesis.Verbosity.quiet, suppress_health_check=list(hypothesis.HealthCheck),
-    )  # fmt: skip
+        max_examples=cases,
+        phases=phases,
+        database=None,
+        deadline=None,
+        report_multiple_bugs=False,
+        print_blob=False,
+        verbosity=hypothesis.Verbosity.quiet,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
     @hypothesis.seed(seed)
     @hypothesis.given(strategies.data())
     def cases_of_the_round(data):

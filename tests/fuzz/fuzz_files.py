@@ -123,9 +123,15 @@ def a_folder_for_a_file(draw: Draw, folder: Path) -> None:
 DAMAGES: dict[str, Callable[[Draw, Path], None]] = {
     damage.__name__: damage
     for damage in (
-        weights_bytes, weights_header, config_fields, config_bytes, other_json, other_bytes, a_folder_for_a_file,
+        weights_bytes,
+        weights_header,
+        config_fields,
+        config_bytes,
+        other_json,
+        other_bytes,
+        a_folder_for_a_file,
     )
-}  # fmt: skip
+}
 
 
 def mixed(draw: Draw, folder: Path) -> None:

@@ -11,7 +11,7 @@ import gc
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -142,12 +142,16 @@ def runs_in_transformers(subject: Subject, batch: Batch) -> bool:
     return True
 
 
+def modes_of(subject: Subject) -> Sequence[str]:
+    modes = MODES[:2] if subject.is_inference else MODES[:3] if subject.replaced is not None else MODES
+    if subject.is_untold and not subject.is_inference:
+        return [mode for mode in modes if mode != "inference_mode"]
+    return modes
+
+
 def run_and_compare(draw: Draw, subject: Subject, batch: Batch) -> None:
     is_replaced = subject.replaced is not None
-    modes = MODES[:2] if subject.is_inference else MODES[:3] if is_replaced else MODES
-    if subject.is_untold and not subject.is_inference:
-        modes = [mode for mode in modes if mode != "inference_mode"]
-    mode, backend = draw.choice(modes), draw.choice(BACKENDS)
+    mode, backend = draw.choice(modes_of(subject)), draw.choice(BACKENDS)
     is_plain = not is_replaced and mode not in TRANSFORMS
     is_compiled = subject.compiled is not None and draw.flag() and is_plain
     is_plain &= not is_compiled

@@ -91,9 +91,17 @@ def hook_leaf(draw: Draw, subject: Subject) -> None:
 
 
 _CONTAINERS = (
-    "embeddings", "encoder", "transformer", "pooler", "attention", "attention.self", "attention.output", "intermediate",
-    "output", "ffn",
-)  # fmt: skip
+    "embeddings",
+    "encoder",
+    "transformer",
+    "pooler",
+    "attention",
+    "attention.self",
+    "attention.output",
+    "intermediate",
+    "output",
+    "ffn",
+)
 
 
 def hook_container(draw: Draw, subject: Subject) -> None:
@@ -225,11 +233,39 @@ def nothing(draw: Draw, subject: Subject) -> None:
 STEPS: dict[str, Callable[[Draw, Subject], None]] = {
     step.__name__: step
     for step in (
-        nothing, weights.in_place, weights.data_write, weights.data_replaced, weights.numpy_write, weights.untold_write,
-        weights.load_state_dict, weights.optimizer_step, weights.vector_to_parameters, weights.swap_tensors,
-        weights.offload, weights.in_inference_mode, new_parameter, other_table, other_leaf, same_weight_twice,
-        cut_layers, swap_layers, hook_leaf, hook_container, hook_model, without_hooks, other_dtype, moved, deepcopied,
-        pickled, parametrized, train_or_eval, frozen, as_inference_tensors, functional_call, compiled,
-        wrapped, attribute,
+        nothing,
+        weights.in_place,
+        weights.data_write,
+        weights.data_replaced,
+        weights.numpy_write,
+        weights.untold_write,
+        weights.load_state_dict,
+        weights.optimizer_step,
+        weights.vector_to_parameters,
+        weights.swap_tensors,
+        weights.offload,
+        weights.in_inference_mode,
+        new_parameter,
+        other_table,
+        other_leaf,
+        same_weight_twice,
+        cut_layers,
+        swap_layers,
+        hook_leaf,
+        hook_container,
+        hook_model,
+        without_hooks,
+        other_dtype,
+        moved,
+        deepcopied,
+        pickled,
+        parametrized,
+        train_or_eval,
+        frozen,
+        as_inference_tensors,
+        functional_call,
+        compiled,
+        wrapped,
+        attribute,
     )
-}  # fmt: skip
+}

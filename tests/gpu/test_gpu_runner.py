@@ -181,8 +181,12 @@ def test_gaps_are_when_nothing_runs():
     # Two steps: b runs beside a's end, then nothing does for 5 us.
     spans = [span("a", 0.0, 10.0), span("b", 8.0, 12.0), span("a", 17.0, 20.0), span("b", 20.0, 22.0)]
     assert profile.gaps_of(spans, 2) == {
-        "launches": 2.0, "ms": 0.011, "busy ms": 0.0085, "share of gaps": 5 / 22, "longest gap, us": 5.0
-    }  # fmt: skip
+        "launches": 2.0,
+        "ms": 0.011,
+        "busy ms": 0.0085,
+        "share of gaps": 5 / 22,
+        "longest gap, us": 5.0,
+    }
     rows = profile.top_kernels(spans, 2)
     assert rows == {
         "a": {"calls": 1.0, "us": 6.5, "share": 13 / 19}, "b": {"calls": 1.0, "us": 3.0, "share": 6 / 19}
@@ -254,9 +258,11 @@ def test_figures_take_the_smaller_ratio_and_the_larger_memory():
     entries = {"training bert-base amp": results(30.0, 10.0), "training bert-large amp": results(8.0, 4.0)}
     found = dict(figures(entries))
     assert found == {
-        "training_bert-base": 30.0, "training_bert-large": 8.0,
-        "training_over_compile_full": 2.0, "training_over_compile_half": 2.0,
-    }  # fmt: skip
+        "training_bert-base": 30.0,
+        "training_bert-large": 8.0,
+        "training_over_compile_full": 2.0,
+        "training_over_compile_half": 2.0,
+    }
     assert memory_figures(entries) == {"training_memory_ratio": 1.5}
     assert set(found) | {"training_memory_ratio"} <= set(TARGETS)
     failed = entry_of({"full": {"fastbert": {"failed": "why"}, "transformers-sdpa": {"tokens_per_second": 2.0}}})

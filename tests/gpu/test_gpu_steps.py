@@ -210,8 +210,12 @@ def test_figures_are_the_least_of_sizes_and_kinds():
     del found["steps_from_16k"]
     assert dict(part.figures(results)) == found
     assert part.summary(results)[GRAPHS] == {
-        "4k ragged": 7.0, "16k ragged": 9.0, "64k ragged": 8.0, "4k full": 6.0, "16k full": 8.0
-    }  # fmt: skip
+        "4k ragged": 7.0,
+        "16k ragged": 9.0,
+        "64k ragged": 8.0,
+        "4k full": 6.0,
+        "16k full": 8.0,
+    }
 
 
 def test_an_entry_says_whether_one_op_ran_all_layers():

@@ -95,9 +95,10 @@ def test_what_does_not_compile_is_reported_and_what_spills_is_not_the_best(recor
     tune.run_part(record)
     numbers = record.entries["fwd, head_dim 64"]["numbers"]
     assert [list(row) for row in numbers.values()] == [
-        ["why not"], ["512", "512, over the table's", "registers", "spills"],
+        ["why not"],
         ["512", "512, over the table's", "registers", "spills"],
-    ]  # fmt: skip
+        ["512", "512, over the table's", "registers", "spills"],
+    ]
     summary = record.entries["candidates"]
     assert summary["failed"] == "1 of 4 candidates were not tried, or not reached, in time"
     assert summary["numbers"]["fwd head_dim 64 S 512"]["best"] == "128 x 32, 8 warps, 3 stages"
@@ -148,13 +149,29 @@ def ptx_of(between: str) -> str:
     sums = "%f1, %f2, %f3, %f4"
     product = f"wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{{sums}}}, %rd1, %rd2, 1, 1, 1, 0, 0;"
     lines = (
-        ".version 8.0", ".target sm_90a", ".address_size 64", ".visible .entry _down_bwd_kernel(.param .u64 out)",
-        ".reqntid 128", "{", ".reg .f32 %f<5>;", ".reg .b64 %rd<4>;", "ld.param.u64 %rd3, [out];",
-        "mov.b64 %rd1, 4611686293305294848;", "mov.b64 %rd2, 4611686293305294848;",
-        *(f"mov.f32 %f{i}, 0f00000000;" for i in range(1, 5)), "wgmma.fence.sync.aligned;", product, between, product,
-        "wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;",
-        *(f"st.global.f32 [%rd3+{4 * i}], %f{i};" for i in range(1, 5)), "ret;", "}", "",
-    )  # fmt: skip
+        ".version 8.0",
+        ".target sm_90a",
+        ".address_size 64",
+        ".visible .entry _down_bwd_kernel(.param .u64 out)",
+        ".reqntid 128",
+        "{",
+        ".reg .f32 %f<5>;",
+        ".reg .b64 %rd<4>;",
+        "ld.param.u64 %rd3, [out];",
+        "mov.b64 %rd1, 4611686293305294848;",
+        "mov.b64 %rd2, 4611686293305294848;",
+        *(f"mov.f32 %f{i}, 0f00000000;" for i in range(1, 5)),
+        "wgmma.fence.sync.aligned;",
+        product,
+        between,
+        product,
+        "wgmma.commit_group.sync.aligned;",
+        "wgmma.wait_group.sync.aligned 0;",
+        *(f"st.global.f32 [%rd3+{4 * i}], %f{i};" for i in range(1, 5)),
+        "ret;",
+        "}",
+        "",
+    )
     return "\n".join(lines)
 
 

@@ -32,9 +32,13 @@ def test_a_new_batch_compiles_nothing(facts):
 
 FORWARD = {"_attention_fwd_kernel": 1, "_add_layer_norm_fwd_kernel": 2, "_activation_fwd_kernel": 1}
 BACKWARD = {
-    "_attention_records_kernel": 1, "_attention_dkdv_kernel": 1, "_attention_dq_kernel": 1,
-    "_add_layer_norm_bwd_kernel": 2, "_add_shares_kernel": 2, "_activation_bwd_kernel": 1,
-}  # fmt: skip
+    "_attention_records_kernel": 1,
+    "_attention_dkdv_kernel": 1,
+    "_attention_dq_kernel": 1,
+    "_add_layer_norm_bwd_kernel": 2,
+    "_add_shares_kernel": 2,
+    "_activation_bwd_kernel": 1,
+}
 
 
 def test_launches_of_a_layer(facts):

@@ -78,8 +78,10 @@ def test_keys_and_touch(browser, tmp_path):
     browser.run("document.activeElement.click()")
     assert browser.run(said).startswith("Layer 1, head 0. word0 (1) looks at: ")
     browser.run("document.querySelectorAll('.tokens button')[4].click()")
-    browser.run("(select => { select.value = 'to'; select.dispatchEvent(new Event('change')); })"
-                "(document.querySelector('select'))")  # fmt: skip
+    browser.run(
+        "(select => { select.value = 'to'; select.dispatchEvent(new Event('change')); })"
+        "(document.querySelector('select'))"
+    )
     assert browser.run(said).startswith("Layer 1, head 0. word4 (5) is looked at by: ")
     browser.run("document.querySelector('input[type=checkbox]').click()")
     assert browser.run(said).startswith("Layer 1, mean of its 2 heads. word4 (5) is looked at by: ")

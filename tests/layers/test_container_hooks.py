@@ -230,8 +230,10 @@ def replaced_group(model):
     model.encoder.albert_layer_groups[1].__class__ = type("Mine", (Container,), {})
 
 
-CHANGES = {"bert": (replaced, replaced_with_leaves, patched, patched_embeddings),
-           "albert": (patched_group, replaced_group)}  # fmt: skip
+CHANGES = {
+    "bert": (replaced, replaced_with_leaves, patched, patched_embeddings),
+    "albert": (patched_group, replaced_group),
+}
 
 
 @halved

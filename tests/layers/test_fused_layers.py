@@ -157,12 +157,26 @@ CHANGES = {
     **{
         change.__name__: change
         for change in (
-            replace_parameter, replace_data, change_in_place, replace_leaf, change_class, patch_forward, parametrize,
-            swap_layers, drop_bias, change_eps, train_one_layer, initialise_again, initialise_a_norm_again,
-            other_parameters, other_hooks, other_hooks_of_a_container, other_children,
+            replace_parameter,
+            replace_data,
+            change_in_place,
+            replace_leaf,
+            change_class,
+            patch_forward,
+            parametrize,
+            swap_layers,
+            drop_bias,
+            change_eps,
+            train_one_layer,
+            initialise_again,
+            initialise_a_norm_again,
+            other_parameters,
+            other_hooks,
+            other_hooks_of_a_container,
+            other_children,
         )
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)

@@ -28,8 +28,14 @@ pytestmark = [
 ]
 
 WORDS = 30
-SMALL = {"vocab_size": WORDS, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "num_labels": 3,
-         "pad_token_id": 0}  # fmt: skip
+SMALL = {
+    "vocab_size": WORDS,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "num_labels": 3,
+    "pad_token_id": 0,
+}
 DROPS = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 NO_DROPS = dict.fromkeys(DROPS, 0.0)
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -40,10 +46,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "pre-norm": ("roberta-prelayernorm", {**DROPS, "num_hidden_layers": 2}),
 }
 RUNS = [
-    ("dropout", "MaskedLM"), ("dropout", "SequenceClassification"), ("dropout", "embeddings"),
-    ("windows", "TokenClassification"), ("rotary", "MaskedLM"), ("grouped", "SequenceClassification"),
+    ("dropout", "MaskedLM"),
+    ("dropout", "SequenceClassification"),
+    ("dropout", "embeddings"),
+    ("windows", "TokenClassification"),
+    ("rotary", "MaskedLM"),
+    ("grouped", "SequenceClassification"),
     ("pre-norm", "TokenClassification"),
-]  # fmt: skip
+]
 SHORT = {("dropout", "MaskedLM"), ("windows", "TokenClassification")}
 
 
@@ -85,8 +95,11 @@ def ranking(model, ids, draw) -> torch.Tensor:
 
 
 LOSSES: dict[str, Callable[..., torch.Tensor]] = {
-    "MaskedLM": masked_words, "TokenClassification": tokens, "SequenceClassification": classes, "embeddings": ranking,
-}  # fmt: skip
+    "MaskedLM": masked_words,
+    "TokenClassification": tokens,
+    "SequenceClassification": classes,
+    "embeddings": ranking,
+}
 
 
 def curve(kind: str, head: str, steps: int, autocast: bool) -> torch.Tensor:

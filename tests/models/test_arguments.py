@@ -65,9 +65,19 @@ def test_refused(name, folder):
             kind.from_pretrained(folder, **{name: value}, **BESIDE.get(name, {}))
 
 
-DONE_ANYWAY = {"low_cpu_mem_usage": True, "trust_remote_code": False, "weights_only": True, "use_safetensors": True,
-               "attn_implementation": "sdpa", "quantization_config": None, "local_files_only": True,
-               "token": "x", "revision": "main", "force_download": False, "subfolder": ""}  # fmt: skip
+DONE_ANYWAY = {
+    "low_cpu_mem_usage": True,
+    "trust_remote_code": False,
+    "weights_only": True,
+    "use_safetensors": True,
+    "attn_implementation": "sdpa",
+    "quantization_config": None,
+    "local_files_only": True,
+    "token": "x",
+    "revision": "main",
+    "force_download": False,
+    "subfolder": "",
+}
 
 
 def test_what_is_so_anyway(folder):
@@ -189,8 +199,14 @@ def test_save_pretrained(folder, tmp_path):
     saved = Auto.from_pretrained(tmp_path / "state").state_dict()
     assert all(torch.equal(saved[key], t) for key, t in state.items())
     assert str(folder) not in (tmp_path / "state" / "config.json").read_text()
-    for wrong in ({"max_shard_size": "1KB"}, {"safe_serialization": False}, {"variant": "fp16"}, {"nonsense": 1},
-                  {"max_shard_size": "many"}, {"repo_id": "a/b"}):  # fmt: skip
+    for wrong in (
+        {"max_shard_size": "1KB"},
+        {"safe_serialization": False},
+        {"variant": "fp16"},
+        {"nonsense": 1},
+        {"max_shard_size": "many"},
+        {"repo_id": "a/b"},
+    ):
         with pytest.raises(ConfigError):
             model.save_pretrained(tmp_path / "wrong", **wrong)
     assert not (tmp_path / "wrong").exists()

@@ -28,8 +28,12 @@ HUGE = (2**63, 10**4000, -(2**63))
 SIZES = ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings")
 COUNTS = ("type_vocab_size", "num_hidden_layers", "num_hidden_groups", "num_labels")
 DROPOUTS = (
-    "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "qa_dropout", "summary_last_dropout",
-)  # fmt: skip
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "classifier_dropout",
+    "qa_dropout",
+    "summary_last_dropout",
+)
 BAD = {
     **dict.fromkeys(SIZES, (*NO_INTEGERS, *HUGE, 0, -1, None, MAX_SIZE + 1)),
     **dict.fromkeys(COUNTS, (*NO_INTEGERS, *HUGE, -1, 2**31)),
@@ -167,9 +171,15 @@ def test_what_is_odd_but_means_something(folder, file):
 
 
 JSON_FILES = (
-    "config.json", "modules.json", "1_Pooling/config.json", "2_Dense/config.json", "sentence_bert_config.json",
-    "tokenizer_config.json", "config_sentence_transformers.json", "tokenizer.json",
-)  # fmt: skip
+    "config.json",
+    "modules.json",
+    "1_Pooling/config.json",
+    "2_Dense/config.json",
+    "sentence_bert_config.json",
+    "tokenizer_config.json",
+    "config_sentence_transformers.json",
+    "tokenizer.json",
+)
 DAMAGED = {
     "an integer of 5,000 digits": b'{"a": ' + b"9" * 5000 + b"}",
     "nested": b"[" * 100_000,

@@ -26,9 +26,16 @@ BERT = {
     "vocab_size": 30522,
 }  # fmt: skip
 ROBERTA = {
-    **BERT, "model_type": "roberta", "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1, "layer_norm_eps": 1e-5,
-    "max_position_embeddings": 514, "type_vocab_size": 1, "vocab_size": 50265,
-}  # fmt: skip
+    **BERT,
+    "model_type": "roberta",
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 1,
+    "layer_norm_eps": 1e-5,
+    "max_position_embeddings": 514,
+    "type_vocab_size": 1,
+    "vocab_size": 50265,
+}
 XLM_ROBERTA = {**ROBERTA, "model_type": "xlm-roberta", "output_past": True, "vocab_size": 250002}
 DISTILBERT = {
     "activation": "gelu", "attention_dropout": 0.1, "dim": 768, "dropout": 0.1, "hidden_dim": 3072,

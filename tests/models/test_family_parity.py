@@ -134,8 +134,10 @@ def test_hidden_states_and_attentions(model_type, pattern, dtype):
     options = {"output_hidden_states": True, "output_attentions": True}
     with torch.no_grad():
         outs = [m.eval()(**batch.inputs, **options) for m in (trio.ours, trio.baseline, trio.oracle)]
-    for name, shown in (("hidden_states", lambda t: t[batch.real]),
-                        ("attentions", lambda t: t.transpose(1, 2)[batch.real])):  # fmt: skip
+    for name, shown in (
+        ("hidden_states", lambda t: t[batch.real]),
+        ("attentions", lambda t: t.transpose(1, 2)[batch.real]),
+    ):
         ours, baseline, oracle = (out[name] for out in outs)
         assert len(ours) == len(oracle) == len(baseline) and len(ours)
         for i, (a, b, c) in enumerate(zip(ours, baseline, oracle, strict=True)):

@@ -143,9 +143,11 @@ def test_compiles_into_one_graph(model_type, backend):
 @special_axis
 def test_sentences(model_type, settings, length, tmp_path):
     """As sentence-transformers: a text is cut to the tokenizer's own model_max_length where nothing else says."""
-    folder = tiny.write_model(tmp_path, model_type=model_type, local_attention=6) if model_type == "modernbert" else (
-        tiny.write_model(tmp_path, model_type=model_type)
-    )  # fmt: skip
+    folder = (
+        tiny.write_model(tmp_path, model_type=model_type, local_attention=6)
+        if model_type == "modernbert"
+        else (tiny.write_model(tmp_path, model_type=model_type))
+    )
     tiny.write_json(folder / "tokenizer_config.json", {"tokenizer_class": "BertTokenizer", "model_max_length": 50})
     if settings is not None:
         tiny.write_json(folder / "sentence_bert_config.json", settings)

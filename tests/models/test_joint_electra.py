@@ -32,9 +32,17 @@ def make_pair(dtype: torch.dtype = torch.float32, generator_changes: dict | None
 
 def make_joint(pair, **options) -> ElectraForJointPreTraining:
     heads = ("MaskedLM", "PreTraining")
-    configs = [make_config("electra", 0, **{name: getattr(m.config, name) for name in (
-        "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "embedding_size",
-    )}) for m in pair]  # fmt: skip
+    configs = [
+        make_config(
+            "electra",
+            0,
+            **{
+                name: getattr(m.config, name)
+                for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "embedding_size")
+            },
+        )
+        for m in pair
+    ]
     models = (make_ours(config, head, m) for config, head, m in zip(configs, heads, pair, strict=True))
     return ElectraForJointPreTraining(*models, **options).train()
 

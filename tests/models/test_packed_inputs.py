@@ -22,9 +22,14 @@ from fastbert.models.classes import CLASSES
 HEADS = [("bert", head) for model_type, head in CLASSES if model_type == "bert"]
 # Heads of other forms: no pooler, one token's score, order of sentences, dropout before, positions counted from ids.
 HEADS += [
-    ("distilbert", "SequenceClassification"), ("electra", "PreTraining"), ("electra", "MultipleChoice"),
-    ("albert", "PreTraining"), ("roberta", "MaskedLM"), ("roberta", "Model"), ("xlm-roberta", "SequenceClassification"),
-]  # fmt: skip
+    ("distilbert", "SequenceClassification"),
+    ("electra", "PreTraining"),
+    ("electra", "MultipleChoice"),
+    ("albert", "PreTraining"),
+    ("roberta", "MaskedLM"),
+    ("roberta", "Model"),
+    ("xlm-roberta", "SequenceClassification"),
+]
 
 
 def make_model(model_type: str, head: str, **changes) -> torch.nn.Module:

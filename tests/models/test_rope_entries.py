@@ -22,7 +22,7 @@ LINEAR = {"rope_type": "linear", "factor": 3.0}
 LLAMA = {"rope_type": "llama3", **LLAMA3}
 YARN = {"rope_type": "yarn", **YARN}
 PROPORTIONAL = {"rope_type": "proportional", "factor": 2.0, "partial_rotary_factor": 0.5}
-TYPES = {"default": {"rope_type": "default"}, "linear": LINEAR, "llama3": LLAMA, "yarn": YARN}  # fmt: skip
+TYPES = {"default": {"rope_type": "default"}, "linear": LINEAR, "llama3": LLAMA, "yarn": YARN}
 TYPES["proportional"] = PROPORTIONAL
 # What may stand in an object of rope parameters, of its own type or of another.
 ENTRIES = {
@@ -145,8 +145,11 @@ def test_an_accelerated_model_turns_by_what_it_was_built_with(model_type):
 REFUSED = (
     ("modernbert", {"rope_parameters": LINEAR}, r"rope_parameters.rope_type is 'linear'; it must be in the object of"),
     ("modernbert", {"rope_parameters": {"chunked_attention": LINEAR}}, r"rope_parameters.chunked_attention is .*in"),
-    ("modernbert", {"rope_parameters": {"full_attention": LINEAR}, "partial_rotary_factor": 0.5},
-     r"rope_parameters.full_attention.partial_rotary_factor is 0.5; it must be 1.0 with rope_type 'linear'"),
+    (
+        "modernbert",
+        {"rope_parameters": {"full_attention": LINEAR}, "partial_rotary_factor": 0.5},
+        r"rope_parameters.full_attention.partial_rotary_factor is 0.5; it must be 1.0 with rope_type 'linear'",
+    ),
     ("modernbert", {"rope_parameters": {"full_attention": YARN, "truncate": False}}, r"rope_parameters.truncate is"),
     ("modernbert", {"head_dim": 32}, r"head_dim is 32; it must be 16, hidden_size / num_attention_heads"),
     ("modernbert", {"sliding_window": "all"}, r"local_attention is 'all'"),
@@ -154,7 +157,7 @@ REFUSED = (
     ("gte", {"rope_parameters": without(YARN, partial_rotary_factor=0.5)}, r"must be 1.0 with rope_type 'yarn'"),
     ("gte", {"rope_parameters": without(PROPORTIONAL, partial_rotary_factor=1.5)}, r"it must be a number from 0 to 1"),
     ("eurobert", {"rope_parameters": YARN, "original_max_position_embeddings": None}, r"position_embeddings is None"),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(("model_type", "entries", "message"), REFUSED, ids=[message[:40] for *_, message in REFUSED])

@@ -107,10 +107,16 @@ def test_a_batch_that_is_slack_alone_has_a_loss_of_zero(case):
 
 
 READS_SEQUENCES = [
-    case for case, (family, index, head, _, changes) in CASES.items()
-    if (head == "NextSentencePrediction" or (issubclass(CLASSES[family, head], ClassifierModel)
-        and CLASSES[family, head].head_form.pooling_of(config_for(family, head, index)) not in ("tokens", "late")))
-]  # fmt: skip
+    case
+    for case, (family, index, head, _, changes) in CASES.items()
+    if (
+        head == "NextSentencePrediction"
+        or (
+            issubclass(CLASSES[family, head], ClassifierModel)
+            and CLASSES[family, head].head_form.pooling_of(config_for(family, head, index)) not in ("tokens", "late")
+        )
+    )
+]
 
 
 @halved

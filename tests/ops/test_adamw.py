@@ -61,9 +61,17 @@ def steps_of(backend: str, steps: int, max_norm: float) -> tuple[list[torch.Tens
     state, norms = start(torch.float32), []
     for t in range(1, steps + 1):
         norm = ops.adamw(
-            state[0], gradients_of(t), *state[1:], rates=RATES, decays=DECAYS, beta1=BETAS[0], beta2=BETAS[1], eps=EPS,
-            max_norm=max_norm, backend=backend,
-        )  # fmt: skip
+            state[0],
+            gradients_of(t),
+            *state[1:],
+            rates=RATES,
+            decays=DECAYS,
+            beta1=BETAS[0],
+            beta2=BETAS[1],
+            eps=EPS,
+            max_norm=max_norm,
+            backend=backend,
+        )
         norms.append(float(norm))
     assert all(float(count) == steps for count in state[3])
     return state[0], norms
@@ -111,9 +119,18 @@ def test_a_small_gradient_after_large_ones(backend, betas):
     def moments(name: str) -> list[torch.Tensor]:
         weight, mean, square = state(torch.float32)
         ops.adamw(
-            [weight], [gradient], [mean], [square], [torch.ones(())], rates=[0.1], decays=[0.0], beta1=betas[0],
-            beta2=betas[1], eps=EPS, backend=name,
-        )  # fmt: skip
+            [weight],
+            [gradient],
+            [mean],
+            [square],
+            [torch.ones(())],
+            rates=[0.1],
+            decays=[0.0],
+            beta1=betas[0],
+            beta2=betas[1],
+            eps=EPS,
+            backend=name,
+        )
         return [weight, mean, square]
 
     weight, mean, square = state(exact)
@@ -121,8 +138,9 @@ def test_a_small_gradient_after_large_ones(backend, betas):
     square.mul_(betas[1]).add_(gradient.to(exact) ** 2, alpha=1 - betas[1])
     root = (square / (1 - betas[1] ** 2)).sqrt() + EPS
     weight.sub_(0.1 * mean / (1 - betas[0] ** 2) / root)
-    for name, *tensors in zip(("weight", "mean", "square"), moments(backend), (weight, mean, square), moments("torch"),
-                              strict=True):  # fmt: skip
+    for name, *tensors in zip(
+        ("weight", "mean", "square"), moments(backend), (weight, mean, square), moments("torch"), strict=True
+    ):
         ours, oracle, theirs = (t / weight.abs() if name == "weight" else t for t in tensors)  # each counts alike
         assert_close_to_reference(ours, oracle, theirs, name=name)
 
@@ -172,9 +190,18 @@ def test_the_norm_is_that_of_gradients_as_they_are_now(name):
         weight.grad.data.mul_(3)
         weight.grad.numpy()[7] = 50
         norm = ops.adamw(
-            [weight], [weight.grad], *([z] for z in zeros), [torch.zeros(())],
-            rates=[0.1], decays=[0.0], beta1=0.9, beta2=0.99, eps=1e-8, max_norm=1.0, backend=backend,
-        )  # fmt: skip
+            [weight],
+            [weight.grad],
+            *([z] for z in zeros),
+            [torch.zeros(())],
+            rates=[0.1],
+            decays=[0.0],
+            beta1=0.9,
+            beta2=0.99,
+            eps=1e-8,
+            max_norm=1.0,
+            backend=backend,
+        )
     assert_close_to_reference(norm, weight.grad.double().norm(), weight.grad.norm())
 
 
@@ -214,9 +241,18 @@ def test_the_norm_of_gradients_that_our_products_made(name, change):
             leaf.grad = leaf.grad * 2.0
         zeros = [torch.zeros_like(leaf) for _ in range(2)]
         norm = ops.adamw(
-            [leaf], [leaf.grad], *([each] for each in zeros), [torch.zeros(())], rates=[0.0], decays=[0.0], beta1=0.9,
-            beta2=0.99, eps=EPS, max_norm=1.0, backend=backend,
-        )  # fmt: skip
+            [leaf],
+            [leaf.grad],
+            *([each] for each in zeros),
+            [torch.zeros(())],
+            rates=[0.0],
+            decays=[0.0],
+            beta1=0.9,
+            beta2=0.99,
+            eps=EPS,
+            max_norm=1.0,
+            backend=backend,
+        )
         assert_close_to_reference(torch.tensor(float(norm)), leaf.grad.double().norm(), leaf.grad.norm())
 
 

@@ -77,9 +77,11 @@ def test_a_scale_that_is_not_finite_is_refused(softmax_scale):
 
 
 @needs_extension
-@pytest.mark.parametrize("offsets, reason", [
-    ([0, 3, 2], "below"), ([0, 5], "above total_tokens, which is 4"), ([1, 4], "expected 0"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "offsets, reason",
+    [([0, 3, 2], "below"), ([0, 5], "above total_tokens, which is 4"), ([1, 4], "expected 0")],
+    ids=str,
+)
 def test_offsets_that_do_not_fit(offsets, reason):
     q = torch.zeros(4, 2, 16)
     with pytest.raises(RuntimeError, match=rf"cu_seqlens\[.*\] is .*{reason}"):

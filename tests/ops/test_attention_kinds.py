@@ -83,9 +83,11 @@ def test_grouped_keys(backend, dtype, heads):
 def test_rotary(backend, dtype, kind):
     # Of 5 and of 6 and 1 heads, which the Triton kernels rotate four in turn.
     heads = ((4, 2), (5, 5), (6, 1)) if backend == "triton" else ((2, 2),) * 4
-    sizes = ((RAGGED, 32), (SLACK, 80), (SLACK, 2)) if backend == "triton" else (
-        (RAGGED, 80), (EDGES, 64), (SLACK, 2), (RAGGED, 130)
-    )  # fmt: skip
+    sizes = (
+        ((RAGGED, 32), (SLACK, 80), (SLACK, 2))
+        if backend == "triton"
+        else ((RAGGED, 80), (EDGES, 64), (SLACK, 2), (RAGGED, 130))
+    )
     for (case, head_dim), of_case in zip(sizes, heads, strict=True):
         check(backend, case, make(case, of_case, head_dim, dtype), rotary=rotary_of(case, head_dim, kind))
 

@@ -69,10 +69,27 @@ def test_environment_variable_sets_the_start_value():
 def test_report_names_every_op_and_every_other_backends_reason():
     report = fastbert.backends("cpu", torch.float32)
     assert set(report) == {
-        "adamw", "adamw_flat", "add_layer_norm", "add_rms_norm", "attention", "cross_entropy", "dropout",
-        "embed_layer_norm", "encoder", "encoder_layers", "encoder_layers_recomputing", "encoder_layers_training",
-        "feed_forward", "linears", "masked_lm_loss", "merged_linears", "normalize", "pack", "pooling", "unpack",
-    }  # fmt: skip
+        "adamw",
+        "adamw_flat",
+        "add_layer_norm",
+        "add_rms_norm",
+        "attention",
+        "cross_entropy",
+        "dropout",
+        "embed_layer_norm",
+        "encoder",
+        "encoder_layers",
+        "encoder_layers_recomputing",
+        "encoder_layers_training",
+        "feed_forward",
+        "linears",
+        "masked_lm_loss",
+        "merged_linears",
+        "normalize",
+        "pack",
+        "pooling",
+        "unpack",
+    }
     for op, row in report.items():
         assert set(row) - {"selected"} == {b.value for b in Backend} - {row["selected"], "torch"}, op
         assert all(row.values()), op

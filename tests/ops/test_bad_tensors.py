@@ -61,19 +61,42 @@ TENSORS = {
     "unpack": {"packed": rows(2, W), "indices": torch.tensor([1, 3])},
 }  # fmt: skip
 OPTIONS = {
-    "attention": {"max_seqlen": 9}, "attention_probs": {"max_seqlen": 9}, "linear": {"activation": "gelu"},
+    "attention": {"max_seqlen": 9},
+    "attention_probs": {"max_seqlen": 9},
+    "linear": {"activation": "gelu"},
     "unpack": {"num_rows": 4},
-}  # fmt: skip
+}
 ALONE = {"activation", "at_least_fp32", "compute_dtype", "dropout", "normalize"}  # take one tensor
 # Tested below, in test_adamw.py and test_adamw_flat.py, or through `linear`.
 OF_OTHERS = {
-    "DeferredRows", "EncoderOperands", "FlatState", "HeldEncoder",
-    "LayerOperands", "LayerWeights", "LinearWeights", "MaskedLMOperands", "NormWeights", "Relative",
-    "Rotary", "StepSeeds",
-    "adamw", "adamw_deferred", "adamw_flat",
-    "linears", "multiplies_bf16", "only_recorded_writes", "repack", "rms_norm", "rotate", "seeds_from",
-    "step_numbers", "transform_unsupported", "try_fused", "warn_of_missing_kernels", "with_same_seeds",
-}  # fmt: skip
+    "DeferredRows",
+    "EncoderOperands",
+    "FlatState",
+    "HeldEncoder",
+    "LayerOperands",
+    "LayerWeights",
+    "LinearWeights",
+    "MaskedLMOperands",
+    "NormWeights",
+    "Relative",
+    "Rotary",
+    "StepSeeds",
+    "adamw",
+    "adamw_deferred",
+    "adamw_flat",
+    "linears",
+    "multiplies_bf16",
+    "only_recorded_writes",
+    "repack",
+    "rms_norm",
+    "rotate",
+    "seeds_from",
+    "step_numbers",
+    "transform_unsupported",
+    "try_fused",
+    "warn_of_missing_kernels",
+    "with_same_seeds",
+}
 
 
 def call(op: str, tensors: dict[str, torch.Tensor], **options):
@@ -118,11 +141,14 @@ def encoder_layers_training(x, cu_seqlens):
 
 
 WITH_OFFSETS = {
-    **{op: partial(lambda op, c: call(op, {**TENSORS[op], "cu_seqlens": c}), op)
-       for op, tensors in TENSORS.items() if "cu_seqlens" in tensors},
+    **{
+        op: partial(lambda op, c: call(op, {**TENSORS[op], "cu_seqlens": c}), op)
+        for op, tensors in TENSORS.items()
+        if "cu_seqlens" in tensors
+    },
     "encoder_layers": lambda c: torch.no_grad()(encoder_layers)(rows(TOKENS, 32), c),
     "encoder_layers_training": lambda c: encoder_layers_training(rows(TOKENS, 32), c),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("op", WITH_OFFSETS)

@@ -64,10 +64,17 @@ def trained(width: int, decay: float, backend: str, is_deferred: bool, changes: 
         if is_deferred:
             ops.adamw_deferred(deferred, rows=looked_up(step).repeat(2))
         ops.adamw(
-            weight, [gradient if is_deferred else gradient.to_dense()], mean, square, steps, backend=backend,
-            rates=[1e-2 / (1 + step % 7)], decays=[decay * (step % 3 if changes else 1)],
-            deferred=[deferred] if is_deferred else None, **at(step, changes),
-        )  # fmt: skip
+            weight,
+            [gradient if is_deferred else gradient.to_dense()],
+            mean,
+            square,
+            steps,
+            backend=backend,
+            rates=[1e-2 / (1 + step % 7)],
+            decays=[decay * (step % 3 if changes else 1)],
+            deferred=[deferred] if is_deferred else None,
+            **at(step, changes),
+        )
     assert not is_deferred or deferred.count == STEPS
     ops.adamw_deferred(deferred)
     assert deferred.count == 0 and not deferred.done.any()
@@ -99,10 +106,19 @@ def moved_by_its_mean(kind: str, dtype: torch.dtype, backend: str = "torch") -> 
     for step in range(4):
         gradient = first if step == 0 else torch.zeros_like(first)
         ops.adamw(
-            weight, [gradient if deferred is None else gradient.to_sparse(1)], mean, square, steps, rates=[1e-2],
-            decays=[0.1], beta1=0.9, beta2=0.0, eps=1e-3, deferred=None if deferred is None else [deferred],
+            weight,
+            [gradient if deferred is None else gradient.to_sparse(1)],
+            mean,
+            square,
+            steps,
+            rates=[1e-2],
+            decays=[0.1],
+            beta1=0.9,
+            beta2=0.0,
+            eps=1e-3,
+            deferred=None if deferred is None else [deferred],
             backend=backend,
-        )  # fmt: skip
+        )
         if kind == "looked up" and step == 1:  # rows that wait from here on have no square any more
             ops.adamw_deferred(deferred)
     if deferred is not None:
@@ -226,6 +242,14 @@ def test_bad_histories():
         ops.adamw_deferred(deferred)
     with pytest.raises(ValueError, match=r"deferred\[0\] is of another table than weight 0"):
         ops.adamw(
-            [weight[0].clone()], [gradient_of(0, 8)], mean, square, steps, rates=[0.1], decays=[0.0],
-            deferred=[deferred], backend="cpu", **HYPER,
-        )  # fmt: skip
+            [weight[0].clone()],
+            [gradient_of(0, 8)],
+            mean,
+            square,
+            steps,
+            rates=[0.1],
+            decays=[0.0],
+            deferred=[deferred],
+            backend="cpu",
+            **HYPER,
+        )

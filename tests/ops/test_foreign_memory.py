@@ -172,8 +172,16 @@ def test_offsets_beyond_the_tokens(offsets):
         pooled = ops.pooling(x, cu_seqlens, mode=mode, backend="triton")
         assert torch.equal(pooled.isnan().all(1), ~is_span) and pooled[is_span].abs().lt(100).all()
         long = rows_between(600, 8).to(ON_GPU)  # several programs share a sequence
-        assert ops.pooling(long, cu_seqlens * 0 + torch.arange(len(offsets), device=ON_GPU).int() * 601,
-                           mode=mode, backend="triton")[0].isnan().all()  # fmt: skip
+        assert (
+            ops.pooling(
+                long,
+                cu_seqlens * 0 + torch.arange(len(offsets), device=ON_GPU).int() * 601,
+                mode=mode,
+                backend="triton",
+            )[0]
+            .isnan()
+            .all()
+        )
     tiles = torch.ops.fastbert.attention_tiles_triton(cu_seqlens, 12, 16)
     first, end, begin, keys_end = tiles.unbind(1)
     assert ((first >= 0) & (first <= end) & (end <= 12) & (begin >= 0) & (begin <= keys_end) & (keys_end <= 12)).all()

@@ -30,10 +30,14 @@ def model_of(dtype: torch.dtype, way: str) -> fastbert.BertModel:
     manual_seed(0)
     model = fastbert.BertModel(
         fastbert.EncoderConfig(
-            vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+            vocab_size=50,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
             initializer_range=0.2,
         )
-    ).eval()  # fmt: skip
+    ).eval()
     model = fastbert.quantize(model) if dtype is torch.int8 else model.to(dtype)
     if way == "layers":
         model.embeddings.word_embeddings.register_forward_hook(lambda *_: None)

@@ -64,9 +64,7 @@ def test_embedding_of_a_last_row(backend, huge):
     small = torch.zeros(1, 64, dtype=torch.bfloat16)
     with torch.no_grad():
         for input_ids, position_ids, word, position in ((ids, zeros, table, small), (zeros, ids, small, table)):
-            out = ops.embed_layer_norm(
-                input_ids, position_ids, None, word, position, None, None, None, backend=backend
-            )  # fmt: skip
+            out = ops.embed_layer_norm(input_ids, position_ids, None, word, position, None, None, None, backend=backend)
             assert torch.equal(out, table[ids])
 
 

@@ -123,9 +123,16 @@ def test_gated_feed_forward(backend, dtype, input_scales):
         biases = [torch.randn(inner).to(dtype) for _ in range(2)]
         options = {"activation": "silu", "gated": True, "backend": backend}
         out = ops.feed_forward(
-            x, ups[1], biases[1], down, gate_weight=ups[0], gate_bias=biases[0],
-            weight_scales=(*scales, down_scale), input_scales=torch.tensor(input_scales).unbind(), **options,
-        )  # fmt: skip
+            x,
+            ups[1],
+            biases[1],
+            down,
+            gate_weight=ups[0],
+            gate_bias=biases[0],
+            weight_scales=(*scales, down_scale),
+            input_scales=torch.tensor(input_scales).unbind(),
+            **options,
+        )
         operands = (ups, biases, scales, down, down_scale, input_scales)
         (oracle, exact), (baseline, _) = (literal_gated(x, t, *operands) for t in (torch.float64, torch.float32))
         sure = rows_away_from_ties(exact, input_scales[2]) if dtype is torch.float32 else slice(None)

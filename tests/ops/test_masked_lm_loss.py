@@ -94,10 +94,14 @@ def operands(dtype: torch.dtype, has_bias: bool = True) -> dict[str, torch.Tenso
         return (torch.randn(*shape, generator=noise) / 4).to(dtype)
 
     made = {
-        "x": randn(TOKENS, WIDTH), "dense": randn(EMBEDDING, WIDTH), "dense_bias": randn(EMBEDDING),
-        "weight": 1 + randn(EMBEDDING), "bias": randn(EMBEDDING), "table": randn(WORDS, EMBEDDING),
+        "x": randn(TOKENS, WIDTH),
+        "dense": randn(EMBEDDING, WIDTH),
+        "dense_bias": randn(EMBEDDING),
+        "weight": 1 + randn(EMBEDDING),
+        "bias": randn(EMBEDDING),
+        "table": randn(WORDS, EMBEDDING),
         "table_bias": randn(WORDS),
-    }  # fmt: skip
+    }
     return made if has_bias else {**made, "dense_bias": None, "bias": None, "table_bias": None}
 
 
@@ -110,9 +114,12 @@ def formula(activation: str, indices, labels, x, dense, dense_bias, weight, bias
 
 def ours(activation: str, indices, labels, x, dense, dense_bias, weight, bias, table, table_bias):
     given = ops.MaskedLMOperands(
-        ops.LinearWeights(dense, dense_bias, None, None), activation, ops.NormWeights(weight, bias, 1e-5), table,
+        ops.LinearWeights(dense, dense_bias, None, None),
+        activation,
+        ops.NormWeights(weight, bias, 1e-5),
+        table,
         table_bias,
-    )  # fmt: skip
+    )
     with use_backend("triton"):
         found = ops.try_fused("masked_lm_loss", x, lambda: given)
         assert callable(found), found

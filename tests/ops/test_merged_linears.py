@@ -82,8 +82,17 @@ def test_gradients_that_are_neighbours_are_not_copied(merged):
     assert torch.equal(merged._side_by_side(columns), matrix)
     a, b, c = columns
     wide = torch.randn(ROWS, 2 * sum(WIDTHS))
-    for parts in ((b, a, c), (a, c), (a, a), (a, b.clone(), c), (a.clone(), b, c), (a, b[:, :4]), wide.split(24, 1)[:2],
-                  tuple(t[:1].expand(ROWS, -1) for t in columns), (a.t()[:ROWS], c.t()[:ROWS])):  # fmt: skip
+    for parts in (
+        (b, a, c),
+        (a, c),
+        (a, a),
+        (a, b.clone(), c),
+        (a.clone(), b, c),
+        (a, b[:, :4]),
+        wide.split(24, 1)[:2],
+        tuple(t[:1].expand(ROWS, -1) for t in columns),
+        (a.t()[:ROWS], c.t()[:ROWS]),
+    ):
         assert torch.equal(merged._side_by_side(parts), torch.cat(parts, 1))
     parts = (a, torch.randn_like(matrix).split(WIDTHS, 1)[1], c)  # each in its place, of two matrices
     assert torch.equal(merged._side_by_side(parts), torch.cat(parts, 1))

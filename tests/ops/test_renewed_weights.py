@@ -61,9 +61,18 @@ class Optimizer:
         gradient = torch.randn(self.weight.shape, generator=generator)
         (mean, square), each = self.states, {"rates": [0.1], "decays": [0.1]}
         ops.adamw(
-            [self.weight], [gradient], [mean], [square], [self.steps], **each, beta1=0.9, beta2=0.99, eps=1e-8,
-            max_norm=1.0, backend="cpu",
-        )  # fmt: skip
+            [self.weight],
+            [gradient],
+            [mean],
+            [square],
+            [self.steps],
+            **each,
+            beta1=0.9,
+            beta2=0.99,
+            eps=1e-8,
+            max_norm=1.0,
+            backend="cpu",
+        )
 
 
 def assert_new(actual, weight: torch.Tensor, autocast: bool, old) -> None:

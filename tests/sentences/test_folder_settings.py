@@ -139,9 +139,22 @@ def test_what_is_refused(folder, message):
 
 
 @pytest.mark.parametrize(
-    "kind", ["Router", "Asym", "StaticEmbedding", "WordEmbeddings", "BoW", "CLIPModel", "WordWeights", "CNN", "LSTM",
-             "WeightedLayerPooling", "LayerNorm", "MultiVectorMask"],
-)  # fmt: skip
+    "kind",
+    [
+        "Router",
+        "Asym",
+        "StaticEmbedding",
+        "WordEmbeddings",
+        "BoW",
+        "CLIPModel",
+        "WordWeights",
+        "CNN",
+        "LSTM",
+        "WeightedLayerPooling",
+        "LayerNorm",
+        "MultiVectorMask",
+    ],
+)
 def test_modules_that_fastbert_does_not_have(folder, kind):
     first = kind in ("Router", "Asym", "StaticEmbedding", "WordEmbeddings", "BoW", "CLIPModel")
     entries = json.loads((folder / "modules.json").read_text())

@@ -32,12 +32,29 @@ def engines(folders):
     return {kind: load_engine(str(folder), "auto", "cpu") for kind, folder in folders.items()}
 
 
-@pytest.mark.parametrize("path,content", (
-    ("/embed", {"inputs": "a dog", "truncate": None, "normalize": None, "prompt_name": None, "dimensions": None,
-                "windows": None, "truncation_direction": None, "encoding_format": None}),
-    ("/v1/embeddings", {"input": "a dog", "encoding_format": None, "dimensions": None, "user": None, "model": None}),
-    ("/chunks", {"inputs": "a dog", "late": None, "windows": {"length": None, "pool": None}, "return_text": None}),
-))  # fmt: skip
+@pytest.mark.parametrize(
+    "path,content",
+    (
+        (
+            "/embed",
+            {
+                "inputs": "a dog",
+                "truncate": None,
+                "normalize": None,
+                "prompt_name": None,
+                "dimensions": None,
+                "windows": None,
+                "truncation_direction": None,
+                "encoding_format": None,
+            },
+        ),
+        (
+            "/v1/embeddings",
+            {"input": "a dog", "encoding_format": None, "dimensions": None, "user": None, "model": None},
+        ),
+        ("/chunks", {"inputs": "a dog", "late": None, "windows": {"length": None, "pool": None}, "return_text": None}),
+    ),
+)
 def test_optional_fields_may_be_null(engines, path, content):
     answer = send(engines["embedding"], path, content)
     needed = "input" if path.startswith("/v1") else "inputs"
@@ -73,7 +90,7 @@ def test_token_ids_give_the_vectors_of_their_texts(engines):
         ({"input": [5, True]}, "input: id 1 is a truth value, not a whole number"),
         ({"input": [[5], "a"]}, "input: entry 1 is a text, and entry 0 is a list of token ids"),
         ({"input": long}, "input[0] has more than 64 tokens, the model's limit"),
-    ):  # fmt: skip
+    ):
         refused = send(engine, "/v1/embeddings", content).json["error"]["message"]
         assert said in refused and "truncate" not in refused and "windows" not in refused, refused
     both = send(engine, "/embed", {"inputs": [5], "windows": True})
@@ -166,8 +183,10 @@ def test_special_tokens_as_the_tokenizer_has_them(folders):
         told = send(engine, "/tokenize", {"inputs": "who [SEP]", "add_special_tokens": False}).json
         expected = engine.model.tokenizer.encode("who [SEP]", add_special_tokens=False)
         assert [one["id"] for one in told[0]] == expected.ids and (len(expected) > 2) == as_text
-        cut = [send(engine, "/embed", {"inputs": text, "truncate": True, **more}).json for more in (
-            {}, {"truncation_direction": "left"}, {"truncation_direction": "right"})]  # fmt: skip
+        cut = [
+            send(engine, "/embed", {"inputs": text, "truncate": True, **more}).json
+            for more in ({}, {"truncation_direction": "left"}, {"truncation_direction": "right"})
+        ]
         np.testing.assert_array_equal(cut[0], cut[2])
         assert not np.array_equal(cut[0], cut[1])
 

@@ -168,9 +168,12 @@ def test_a_post_that_is_refused_has_its_times_too(engine, monkeypatch):
     """Also where no route was asked, and where the server fails."""
     post, key = {"inputs": "a dog"}, {"api_key": "secret"}
     for path, options, status in (
-        ("/embed", key, 401), ("/nowhere", {}, 404), ("/embed", {"payload_limit": 3}, 413),
-        ("/embed", {"max_concurrent_requests": 0}, 429), ("/rerank", {}, 424),
-    ):  # fmt: skip
+        ("/embed", key, 401),
+        ("/nowhere", {}, 404),
+        ("/embed", {"payload_limit": 3}, 413),
+        ("/embed", {"max_concurrent_requests": 0}, 429),
+        ("/rerank", {}, 424),
+    ):
         answer = send(engine, path, post, options)
         assert answer.status == status
         assert answer.headers["server-timing"] == "wait;dur=0.0, tokenize;dur=0.0, compute;dur=0.0"

@@ -132,9 +132,11 @@ def test_below_a_root_path(engine):
     made = make_app(engine, Limits(), "secret", batch_tokens=64, workers=1, threads=1)
     with running(made, 100, web=Web(root_path="/api")) as port:
         for sent, status in (
-            (GET, 200), (GET.replace(b"/health", b"/info"), 401), (POST, 401),
+            (GET, 200),
+            (GET.replace(b"/health", b"/info"), 401),
+            (POST, 401),
             (POST.replace(b"host: x", b"host: x\r\nauthorization: bearer secret"), 200),
-        ):  # fmt: skip
+        ):
             assert statuses(talk(port, sent)) == [status]
         assert b'{"error":{"message"' in talk(port, POST.replace(b"/embed", b"/v1/embeddings"))
         assert b"'/api/openapi.json'" in talk(port, GET.replace(b"/health", b"/docs"))

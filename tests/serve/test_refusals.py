@@ -74,9 +74,14 @@ def test_methods(engine):
 
 def test_the_scheme_of_a_key_may_have_any_case(engine):
     for given, status in (
-        ("bearer secret", 200), ("BEARER secret", 200), ("Bearer Secret", 401), ("Basic secret", 401), ("secret", 401),
-        ("bearersecret", 401), ("", 401),
-    ):  # fmt: skip
+        ("bearer secret", 200),
+        ("BEARER secret", 200),
+        ("Bearer Secret", 401),
+        ("Basic secret", 401),
+        ("secret", 401),
+        ("bearersecret", 401),
+        ("", 401),
+    ):
         sent = {"options": {"api_key": "secret"}, "headers": {"authorization": given}}
         assert send(engine, "/embed", CONTENT, **sent).status == status, given
 
@@ -105,17 +110,20 @@ def test_an_error_advises_what_the_route_has(engine):
     assert wide.json["error"] == "dimensions is 33; the model's vectors have 32"
 
 
-@pytest.mark.parametrize("path,content,begins,ends", (
-    ("/embed", {"inputs": "a", LARGE: 1}, "unknown field 'xxx", "encoding_format, windows"),
-    ("/embed", {"inputs": "a", "windows": {LARGE: 1}}, "windows: unknown 'xxx", "pool, limit, at"),
-    ("/embed", {"inputs": "a", "windows": {"pool": LARGE}}, "windows: pool of windows is 'x", "top3, first"),
-    ("/embed", {"inputs": "a", "windows": {"length": 1e300}}, "windows: length", "takes 64 tokens"),
-    ("/embed", {"inputs": "a", "prompt_name": LARGE}, "prompt_name: unknown prompt 'xxx", "has: query, document"),
-    ("/embed", {"inputs": "a", "dimensions": 1e300}, "dimensions", "the model's vectors have 32"),
-    ("/embed", {"inputs": [1e300]}, "inputs[0][0] is 1000", "(with LangChain: check_embedding_ctx_length=False)"),
-    ("/v1/embeddings", {"input": "a", "model": LARGE}, "model 'xxx", "is"),
-    (f"/{LARGE}", {}, "POST /xxx", "take POST"),
-))  # fmt: skip
+@pytest.mark.parametrize(
+    "path,content,begins,ends",
+    (
+        ("/embed", {"inputs": "a", LARGE: 1}, "unknown field 'xxx", "encoding_format, windows"),
+        ("/embed", {"inputs": "a", "windows": {LARGE: 1}}, "windows: unknown 'xxx", "pool, limit, at"),
+        ("/embed", {"inputs": "a", "windows": {"pool": LARGE}}, "windows: pool of windows is 'x", "top3, first"),
+        ("/embed", {"inputs": "a", "windows": {"length": 1e300}}, "windows: length", "takes 64 tokens"),
+        ("/embed", {"inputs": "a", "prompt_name": LARGE}, "prompt_name: unknown prompt 'xxx", "has: query, document"),
+        ("/embed", {"inputs": "a", "dimensions": 1e300}, "dimensions", "the model's vectors have 32"),
+        ("/embed", {"inputs": [1e300]}, "inputs[0][0] is 1000", "(with LangChain: check_embedding_ctx_length=False)"),
+        ("/v1/embeddings", {"input": "a", "model": LARGE}, "model 'xxx", "is"),
+        (f"/{LARGE}", {}, "POST /xxx", "take POST"),
+    ),
+)
 def test_no_error_repeats_what_is_large(engine, path, content, begins, ends):
     error = send(engine, path, content).json["error"]
     error = error["message"] if path.startswith("/v1") else error

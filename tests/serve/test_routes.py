@@ -138,10 +138,13 @@ def test_health_metrics_info(engines):
     assert health.status == 200
     page = metrics.body.decode()
     for line in (
-        'te_request_count_total{method="batch"} 1.0', 'te_request_success_total{method="batch"} 1.0',
-        'te_request_failure_total{err="validation"} 1.0', "te_request_duration_count 1.0", "te_queue_size 0.0",
+        'te_request_count_total{method="batch"} 1.0',
+        'te_request_success_total{method="batch"} 1.0',
+        'te_request_failure_total{err="validation"} 1.0',
+        "te_request_duration_count 1.0",
+        "te_queue_size 0.0",
         f"te_batch_next_size_sum {len(TEXTS):.1f}",
-    ):  # fmt: skip
+    ):
         assert f"\n{line}\n" in page, line
     assert info.json["max_input_length"] == 64 and info.json["model_type"] == {"embedding": {"dim": 32}}
     body = schema.json["paths"]["/embed"]["post"]["requestBody"]["content"]["application/json"]["schema"]

@@ -88,9 +88,18 @@ def test_who_sends_small_requests_all_the_time_does_not_hold_up_a_large_one():
         take(4)
 
     assert turns(program) == [
-        ["L0"], ["a0", "b0", "c0"], ["L1"], ["d0", "e0", "f0"], ["u0", "v0", "w0"], ["L2"], ["x0", "y0"],
-        ["z0"], [], [], [],
-    ]  # fmt: skip
+        ["L0"],
+        ["a0", "b0", "c0"],
+        ["L1"],
+        ["d0", "e0", "f0"],
+        ["u0", "v0", "w0"],
+        ["L2"],
+        ["x0", "y0"],
+        ["z0"],
+        [],
+        [],
+        [],
+    ]
 
 
 def test_large_requests_of_those_who_have_gone_are_left_out():

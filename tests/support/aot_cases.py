@@ -40,9 +40,13 @@ def layer_norm_cases() -> Iterator[Case]:
     from fastbert.kernels import layer_norm
 
     for dtype, dropout, vectors, rms in (
-        ("bf16", False, "bf16", False), ("bf16", True, "bf16", False), ("fp16", True, "fp16", False),
-        ("fp32", True, "fp32", False), ("bf16", True, "fp32", False), ("bf16", True, "bf16", True),
-    ):  # fmt: skip
+        ("bf16", False, "bf16", False),
+        ("bf16", True, "bf16", False),
+        ("fp16", True, "fp16", False),
+        ("fp32", True, "fp32", False),
+        ("bf16", True, "fp32", False),
+        ("bf16", True, "bf16", True),
+    ):
         pointer, variant = f"*{dtype}", "dropout" if dropout else ""
         variant += ("" if vectors == dtype else f"-vectors-{vectors}") + ("-rms" if rms else "")
         kind = {"HAS_DROPOUT": dropout, "IS_RMS": rms, **({} if dropout else {"philox_ptr": None})}
@@ -50,9 +54,14 @@ def layer_norm_cases() -> Iterator[Case]:
         types = {
             **dict.fromkeys(("x_bias_ptr", "weight_ptr", "bias_ptr"), f"*{vectors}"),
             **dict.fromkeys(("x_ptr", "residual_ptr", "out_ptr", "summed_ptr"), pointer),
-            "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "philox_ptr": "*i64",
-            "hidden_size": "i32", "threshold": "i64", "scale": "fp32", "eps": "fp32",
-        }  # fmt: skip
+            "mean_ptr": "*fp32",
+            "rstd_ptr": "*fp32",
+            "philox_ptr": "*i64",
+            "hidden_size": "i32",
+            "threshold": "i64",
+            "scale": "fp32",
+            "eps": "fp32",
+        }
         constants = dict.fromkeys(("HAS_X_BIAS", "HAS_RESIDUAL", "RETURN_SUM", "RETURN_STATS"), True)
         constants |= {"HAS_BIAS": not rms, "BLOCK_N": block_n, **({"bias_ptr": None} if rms else {}), **kind}
         loads = 4 if rms else 5
@@ -61,10 +70,16 @@ def layer_norm_cases() -> Iterator[Case]:
         block_m, block_n, num_warps = layer_norm._bwd_tile(HIDDEN_SIZE)
         types = {
             **dict.fromkeys(("dout_ptr", "dsum_ptr", "summed_ptr", "dx_ptr", "dsummed_ptr"), pointer),
-            "weight_ptr": f"*{vectors}", "shares_ptr": "*fp32",
-            "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "philox_ptr": "*i64",
-            "total_tokens": "i32", "hidden_size": "i32", "threshold": "i64", "scale": "fp32",
-        }  # fmt: skip
+            "weight_ptr": f"*{vectors}",
+            "shares_ptr": "*fp32",
+            "mean_ptr": "*fp32",
+            "rstd_ptr": "*fp32",
+            "philox_ptr": "*i64",
+            "total_tokens": "i32",
+            "hidden_size": "i32",
+            "threshold": "i64",
+            "scale": "fp32",
+        }
         constants = {"HAS_DSUM": True, "HAS_X_BIAS": True, "BLOCK_M": block_m, "BLOCK_N": block_n, **kind}
         yield Case("layer_norm._add_layer_norm_bwd_kernel", dtype, types, constants, num_warps, 4, variant=variant)
 
@@ -103,20 +118,34 @@ def attention_cases() -> Iterator[Case]:
                 size = 4 if dtype == "fp32" else 2
                 blocks = blocks_of(which, major, head_dim, size, tile, kind == "dropout", (kind,))
                 constants = {
-                    "HEAD_DIM": head_dim, "BLOCK_D": max(16, 1 << (head_dim - 1).bit_length()), "SIGN": 1,
-                    "HAS_WINDOW": kind in ("window", "positions"), "HAS_POSITIONS": kind == "positions",
-                    "HAS_DROPOUT": kind == "dropout", "BLOCK_TILE": blocks.tile, "BLOCK_STEP": blocks.step,
-                    "HEADS": blocks.heads, "GROUP": 4 if kind == "grouped" else 1,
+                    "HEAD_DIM": head_dim,
+                    "BLOCK_D": max(16, 1 << (head_dim - 1).bit_length()),
+                    "SIGN": 1,
+                    "HAS_WINDOW": kind in ("window", "positions"),
+                    "HAS_POSITIONS": kind == "positions",
+                    "HAS_DROPOUT": kind == "dropout",
+                    "BLOCK_TILE": blocks.tile,
+                    "BLOCK_STEP": blocks.step,
+                    "HEADS": blocks.heads,
+                    "GROUP": 4 if kind == "grouped" else 1,
                     **({} if kind == "positions" else {"positions_ptr": None}),
                     **({} if kind == "dropout" else {"philox_ptr": None}),
                     **({"RETURN_STATS": True} if which == "fwd" else {}),
-                }  # fmt: skip
+                }
                 module = "attention_fwd" if which == "fwd" else "attention_bwd"
                 variant = f"{kind}-{head_dim}-tile{tile}-sm_{major}0"
                 yield Case(
-                    f"{module}._attention_{which}_kernel", dtype, types, constants, blocks.num_warps, loads,
-                    blocks.num_stages, variant, major, has_products=dtype != "fp32" and tile >= 64,
-                )  # fmt: skip
+                    f"{module}._attention_{which}_kernel",
+                    dtype,
+                    types,
+                    constants,
+                    blocks.num_warps,
+                    loads,
+                    blocks.num_stages,
+                    variant,
+                    major,
+                    has_products=dtype != "fp32" and tile >= 64,
+                )
     for dtype in ("bf16", "fp16", "fp32"):
         types = {"dout_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "total_tokens": "i32", "scale_log2e": "fp32"}
         types |= dict.fromkeys(("top_ptr", "sum_ptr", "records_ptr"), "*fp32")
@@ -149,10 +178,16 @@ def rotary_cases() -> Iterator[Case]:
             types |= dict.fromkeys(("num_heads", "num_kv_heads", "max_positions"), "i32")
             block_m, block_half, num_warps = rotary.blocks(head_dim // 2, tile)
             constants = {
-                "HALF": head_dim // 2, "BLOCK_HALF": block_half, "BLOCK_TILE": tile, "BLOCK_M": block_m,
-                "HEADS": rotary.HEADS, "IS_GROUPED": kind == "grouped", "INTERLEAVED": kind == "interleaved",
-                "BY_TOKEN": kind == "interleaved", "INVERSE": kind == "inverse",
-            }  # fmt: skip
+                "HALF": head_dim // 2,
+                "BLOCK_HALF": block_half,
+                "BLOCK_TILE": tile,
+                "BLOCK_M": block_m,
+                "HEADS": rotary.HEADS,
+                "IS_GROUPED": kind == "grouped",
+                "INTERLEAVED": kind == "interleaved",
+                "BY_TOKEN": kind == "interleaved",
+                "INVERSE": kind == "inverse",
+            }
             variant = f"{kind}-{head_dim}-tile{tile}".removeprefix("-")
             loads = 12 if dtype == "fp32" else 8  # two of the rows of cos and sin, which are fp32
             yield Case("rotary._rotary_kernel", dtype, types, constants, num_warps, loads, variant=variant)
@@ -224,9 +259,7 @@ def merging_cases() -> Iterator[Case]:
         constants = {"IS_ALIGNED": is_aligned, "BLOCK": BLOCK}
         variant = f"to-{made}" + ("" if is_aligned else "-anywhere")
         loads, narrow = (1 if is_aligned else 0), (16 if given == "bf16" else 0)  # a matrix's last block
-        yield Case(
-            "merging._merge_kernel", given, types, constants, 4, loads, variant=variant, narrow_loads=narrow
-        )  # fmt: skip
+        yield Case("merging._merge_kernel", given, types, constants, 4, loads, variant=variant, narrow_loads=narrow)
 
 
 def all_cases() -> list[Case]:

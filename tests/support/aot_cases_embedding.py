@@ -8,9 +8,14 @@ MODES = ("mean", "cls", "max")
 
 def case(kernel, dtype, types, constants, num_warps, wide_loads, variant=""):
     return {
-        "kernel": kernel, "dtype": dtype, "types": types, "constants": constants, "num_warps": num_warps,
-        "wide_loads": wide_loads, "variant": variant,
-    }  # fmt: skip
+        "kernel": kernel,
+        "dtype": dtype,
+        "types": types,
+        "constants": constants,
+        "num_warps": num_warps,
+        "wide_loads": wide_loads,
+        "variant": variant,
+    }
 
 
 def embedding_cases(hidden_size: int):
@@ -31,9 +36,14 @@ def embedding_cases(hidden_size: int):
 
         sizes = {"num_rows": "i32", "hidden_size": "i32", "padding_idx": "i32"}
         types = {
-            "dout_ptr": pointer, "dtable_ptr": pointer, "ids_ptr": "*i32", "order_ptr": "*i64", "parts_ptr": "*fp32",
-            "total_tokens": "i32", **sizes,
-        }  # fmt: skip
+            "dout_ptr": pointer,
+            "dtable_ptr": pointer,
+            "ids_ptr": "*i32",
+            "order_ptr": "*i64",
+            "parts_ptr": "*fp32",
+            "total_tokens": "i32",
+            **sizes,
+        }
         block_n = embedding.sum_block(hidden_size)
         constants = {"CHUNK": embedding.CHUNK, "GROUP": embedding.GROUP, "BLOCK_N": block_n}
         yield case("embedding._sum_runs_kernel", dtype, types, constants, 1, wide_loads=embedding.GROUP)
@@ -49,9 +59,14 @@ def dropout_cases(hidden_size: int):
     block_m, block_n = dropout.tile(hidden_size)
     for dtype in DTYPES:
         types = {
-            "x_ptr": f"*{dtype}", "philox_ptr": "*i64", "out_ptr": f"*{dtype}", "num_rows": "i32", "hidden_size": "i32",
-            "threshold": "i64", "scale": "fp32",
-        }  # fmt: skip
+            "x_ptr": f"*{dtype}",
+            "philox_ptr": "*i64",
+            "out_ptr": f"*{dtype}",
+            "num_rows": "i32",
+            "hidden_size": "i32",
+            "threshold": "i64",
+            "scale": "fp32",
+        }
         yield case("dropout._dropout_kernel", dtype, types, {"BLOCK_M": block_m, "BLOCK_N": block_n}, 4, wide_loads=1)
 
 
@@ -60,9 +75,15 @@ def pooling_cases():
         for mode in MODES:
             is_max = mode == "max"
             types = {
-                "x_ptr": f"*{dtype}", "cu_seqlens_ptr": "*i32", "out_ptr": f"*{dtype}", "ties_ptr": "*i32",
-                "parts_ptr": "*fp32", "part_ties_ptr": "*i32", "total_tokens": "i32", "hidden_size": "i32",
-            }  # fmt: skip
+                "x_ptr": f"*{dtype}",
+                "cu_seqlens_ptr": "*i32",
+                "out_ptr": f"*{dtype}",
+                "ties_ptr": "*i32",
+                "parts_ptr": "*fp32",
+                "part_ties_ptr": "*i32",
+                "total_tokens": "i32",
+                "hidden_size": "i32",
+            }
             for splits in (1, 16)[: 1 if mode == "cls" else 2]:
                 constants = {"MODE": mode, "RETURN_TIES": is_max, "SPLITS": splits, "BLOCK_N": 64}
                 options = {"variant": f"{mode}-{splits}"}
@@ -71,10 +92,14 @@ def pooling_cases():
                 if splits > 1:
                     yield case("pooling._pooling_join_kernel", dtype, types, constants, 4, wide_loads=1, **options)
             types = {
-                **dict.fromkeys(("dout_ptr", "x_ptr", "out_ptr", "dx_ptr"), f"*{dtype}"), "ties_ptr": "*i32",
-                "cu_seqlens_ptr": "*i32", "total_tokens": "i32", "batch_size": "i32", "hidden_size": "i32",
+                **dict.fromkeys(("dout_ptr", "x_ptr", "out_ptr", "dx_ptr"), f"*{dtype}"),
+                "ties_ptr": "*i32",
+                "cu_seqlens_ptr": "*i32",
+                "total_tokens": "i32",
+                "batch_size": "i32",
+                "hidden_size": "i32",
                 "search_steps": "i32",
-            }  # fmt: skip
+            }
             constants = {"MODE": mode, "BLOCK_M": 8, "BLOCK_N": 256}
             if not is_max:
                 constants |= dict.fromkeys(("x_ptr", "out_ptr", "ties_ptr"))
@@ -89,9 +114,14 @@ def packing_cases(hidden_size: int):
     for word in ("i32", "i16"):
         block_m, block_n = packing.tile(hidden_size)
         types = {
-            "padded_ptr": f"*{word}", "packed_ptr": f"*{word}", "indices_ptr": "*i64", "num_rows": "i32",
-            "total_tokens": "i32", "hidden_size": "i32", "search_steps": "i32",
-        }  # fmt: skip
+            "padded_ptr": f"*{word}",
+            "packed_ptr": f"*{word}",
+            "indices_ptr": "*i64",
+            "num_rows": "i32",
+            "total_tokens": "i32",
+            "hidden_size": "i32",
+            "search_steps": "i32",
+        }
         constants = {"BLOCK_M": block_m, "BLOCK_N": block_n}
         for way in ("pack", "unpack"):
             yield case(f"packing._{way}_kernel", word, types, constants, 4, wide_loads=1)

@@ -66,11 +66,16 @@ def _attention(dtype: str, head_dim: int, tile: int, kind: str, major: int) -> I
     ):
         blocks = relative_blocks_of(which, major, head_dim, 4 if dtype == "fp32" else 2, tile, registers)
         case = {
-            "kernel": kernel, "dtype": dtype, "types": _types(dtype), "num_warps": blocks.num_warps,
-            "wide_loads": loads + slabs, "num_stages": blocks.num_stages, "major": major,
+            "kernel": kernel,
+            "dtype": dtype,
+            "types": _types(dtype),
+            "num_warps": blocks.num_warps,
+            "wide_loads": loads + slabs,
+            "num_stages": blocks.num_stages,
+            "major": major,
             "has_products": blocks.tile == 64,
             "narrow_loads": 2 if which in ("dq", "dkdv") else 0,  # a row each, of which a thread has one element
-        }  # fmt: skip
+        }
         own = {"BLOCK": blocks.tile, "BLOCK_TILE": tile}
         if which == "fwd":
             own["RETURN_STATS"] = True
@@ -96,13 +101,21 @@ def cases() -> Iterator[dict[str, Any]]:
         types |= dict.fromkeys([f"stride_{name}{axis}" for name in "kqb" for axis in "rh"], "i32")
         constants = {"HEAD_DIM": 64, "BLOCK_D": 64, "BLOCK": 32, "HAS_KEY": True, "HAS_QUERY": True, "HAS_BIAS": True}
         yield {
-            "kernel": "relative_slabs._expand_kernel", "dtype": dtype, "types": types, "constants": constants,
-            "num_warps": 4, "wide_loads": 2, "narrow_loads": 1,
-        }  # fmt: skip
+            "kernel": "relative_slabs._expand_kernel",
+            "dtype": dtype,
+            "types": types,
+            "constants": constants,
+            "num_warps": 4,
+            "wide_loads": 2,
+            "narrow_loads": 1,
+        }
         sizes = {"HEAD_DIM": 64, "BLOCK_D": 64} if dtype == "bf16" else {"HEAD_DIM": 1, "BLOCK_D": 1}
         yield {
-            "kernel": "relative_tables._relative_fold_kernel", "dtype": dtype,
+            "kernel": "relative_tables._relative_fold_kernel",
+            "dtype": dtype,
             "types": types | {"table_ptr": f"*{dtype}"},
             "constants": {**sizes, "BLOCK": 64, "BLOCK_R": 16, "IS_BIAS": dtype == "fp32"},
-            "num_warps": 4, "wide_loads": 1 if dtype == "bf16" else 0, "variant": "" if dtype == "bf16" else "bias",
-        }  # fmt: skip
+            "num_warps": 4,
+            "wide_loads": 1 if dtype == "bf16" else 0,
+            "variant": "" if dtype == "bf16" else "bias",
+        }

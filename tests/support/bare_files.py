@@ -22,11 +22,24 @@ transformers.logging.set_verbosity_error()
 
 FORMS = {name: FAMILIES[name].vocabulary for name in ("deberta", "deberta-v2", "mpnet")}
 TEXTS = [
-    "", " ", "a", "The cat sat on the mat.", "THE CAT, the dog: and?who", "  two  spaces \t\n and\r\nlines ",
-    "[MASK] the [MASK]mat <mask>  <mask> [SEP][CLS] </s> [PAD] <pad> [UNK] [mask]", "Zoë's café, naïve e\u0301 \u1ea6",
-    "自然言語処理は楽しい 杜甫", "👩‍👩‍👧‍👦 👍🏽", "\x00\x01\ufffd\u200b\ufeff", "½ … ﬁ Ａ\u00a0a\u3000b", "a" * 300,
-    "a <ent> cat <ENT><two>  <two> x", "▁▁ the▁cat Ġa ##a <0x41>", "\u202eleft", " ‐ ",
-]  # fmt: skip
+    "",
+    " ",
+    "a",
+    "The cat sat on the mat.",
+    "THE CAT, the dog: and?who",
+    "  two  spaces \t\n and\r\nlines ",
+    "[MASK] the [MASK]mat <mask>  <mask> [SEP][CLS] </s> [PAD] <pad> [UNK] [mask]",
+    "Zoë's café, naïve e\u0301 \u1ea6",
+    "自然言語処理は楽しい 杜甫",
+    "👩‍👩‍👧‍👦 👍🏽",
+    "\x00\x01\ufffd\u200b\ufeff",
+    "½ … ﬁ Ａ\u00a0a\u3000b",
+    "a" * 300,
+    "a <ent> cat <ENT><two>  <two> x",
+    "▁▁ the▁cat Ġa ##a <0x41>",
+    "\u202eleft",
+    " ‐ ",
+]
 
 
 # --------------------------------------------------------------------------------------------------------------------

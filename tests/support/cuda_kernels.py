@@ -147,9 +147,19 @@ def run(kernel: str, *operands, order: str = "up", offset: int = 0) -> list[torc
 
 
 def add_layer_norm_fwd(
-    x, x_bias, residual, weight, bias, philox, dropout_p, eps=1e-12, return_sum=True, return_stats=True, rms=False,
+    x,
+    x_bias,
+    residual,
+    weight,
+    bias,
+    philox,
+    dropout_p,
+    eps=1e-12,
+    return_sum=True,
+    return_stats=True,
+    rms=False,
     **options,
-):  # fmt: skip
+):
     """As the op of that name: out, summed, mean, rstd; None for what is not asked for, and for RMSNorm's mean."""
     rows, hidden_size = x.shape
     out = Out.empty(rows, hidden_size, dtype=x.dtype)
@@ -158,9 +168,25 @@ def add_layer_norm_fwd(
         Out.empty(rows, dtype=torch.float32) if asked else None for asked in (return_stats and not rms, return_stats)
     )
     results = run(
-        "add_layer_norm_fwd", DTYPES[x.dtype], rms, x, x_bias, residual, weight, bias, float(dropout_p), philox, eps,
-        rows, hidden_size, out, summed, mean, rstd, **options,
-    )  # fmt: skip
+        "add_layer_norm_fwd",
+        DTYPES[x.dtype],
+        rms,
+        x,
+        x_bias,
+        residual,
+        weight,
+        bias,
+        float(dropout_p),
+        philox,
+        eps,
+        rows,
+        hidden_size,
+        out,
+        summed,
+        mean,
+        rstd,
+        **options,
+    )
     found = iter(results)
     return [next(found) if operand is not None else None for operand in (out, summed, mean, rstd)]
 
@@ -173,9 +199,25 @@ def add_layer_norm_bwd(dout, dsum, summed, mean, rstd, weight, philox, dropout_p
     dx_bias = Out.empty(hidden_size, dtype=dtype) if has_x_bias else None
     dweight, dbias = (Out.empty(hidden_size, dtype=dtype) if asked else None for asked in (True, mean is not None))
     results = run(
-        "add_layer_norm_bwd", DTYPES[dtype], dout, dsum, summed, mean, rstd, weight, float(dropout_p), philox,
-        rows, hidden_size, dx, dsummed, dx_bias, dweight, dbias, **options,
-    )  # fmt: skip
+        "add_layer_norm_bwd",
+        DTYPES[dtype],
+        dout,
+        dsum,
+        summed,
+        mean,
+        rstd,
+        weight,
+        float(dropout_p),
+        philox,
+        rows,
+        hidden_size,
+        dx,
+        dsummed,
+        dx_bias,
+        dweight,
+        dbias,
+        **options,
+    )
     found = iter(results)
     dx, dsummed, dx_bias, dweight, dbias = (
         next(found) if operand is not None else None for operand in (dx, dsummed, dx_bias, dweight, dbias)
@@ -187,9 +229,23 @@ def embed_fwd(input_ids, position_ids, token_type_ids, word, position, token_typ
     rows, width = word.shape[0] if input_ids is None else input_ids.numel(), word.shape[1]
     sizes = (word.shape[0], *(1 if table is None else table.shape[0] for table in (position, token_type)))
     (out,) = run(
-        "embed_fwd", DTYPES[word.dtype], word, position, token_type, input_ids, position_ids, token_type_ids,
-        *sizes, weight, bias, eps, rows, width, Out.empty(rows, width, dtype=word.dtype), **options,
-    )  # fmt: skip
+        "embed_fwd",
+        DTYPES[word.dtype],
+        word,
+        position,
+        token_type,
+        input_ids,
+        position_ids,
+        token_type_ids,
+        *sizes,
+        weight,
+        bias,
+        eps,
+        rows,
+        width,
+        Out.empty(rows, width, dtype=word.dtype),
+        **options,
+    )
     return out
 
 

@@ -33,10 +33,26 @@ PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm")
 FREE = frozenset(
     f"aten::{name}"
     for name in (
-        "empty", "empty_like", "empty_strided", "new_empty", "resize_", "view", "_unsafe_view", "_reshape_alias",
-        "as_strided", "detach", "to", "resolve_conj", "result_type", "lift_fresh", "select", "slice", "t", "unsqueeze",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "resize_",
+        "view",
+        "_unsafe_view",
+        "_reshape_alias",
+        "as_strided",
+        "detach",
+        "to",
+        "resolve_conj",
+        "result_type",
+        "lift_fresh",
+        "select",
+        "slice",
+        "t",
+        "unsqueeze",
     )
-)  # fmt: skip
+)
 
 
 def batch(number: int) -> PackedInputs:

@@ -60,26 +60,41 @@ class Kind:
 KINDS = {
     # Registers, shared memory and instructions of every kernel, with the blocks that it ships, by case.
     "triton": Kind(
-        ("kernels/*.py", "tests/support/aot_cases*.py", "tests/support/compiled_kernels.py",
-         "tests/support/machine_code.py"),
+        (
+            "kernels/*.py",
+            "tests/support/aot_cases*.py",
+            "tests/support/compiled_kernels.py",
+            "tests/support/machine_code.py",
+        ),
         triton_version,
         lambda: printed("compiled_kernels.py"),
     ),
     # What models launch and what then compiles, by architecture.
     "launches": Kind(
-        ("kernels/*.py", LAUNCHING, "tests/support/dry_launches.py", "tests/support/dry_ops.py",
-         "benchmarks/gpu/rowwise.py"),
+        (
+            "kernels/*.py",
+            LAUNCHING,
+            "tests/support/dry_launches.py",
+            "tests/support/dry_ops.py",
+            "benchmarks/gpu/rowwise.py",
+        ),
         triton_version,
         lambda: {str(capability): printed("dry_launches.py", str(capability)) for capability in SHARED_LIMIT},
     ),
     # Registers, stack and loads of every kernel of csrc/cuda, by architecture.
     "cuda": Kind(
-        ("csrc/cuda/*", "csrc/include/activation.h", "csrc/include/dropout*.h", "csrc/include/philox.h",
-         "csrc/include/inline.h", "tests/support/cubins.py"),
+        (
+            "csrc/cuda/*",
+            "csrc/include/activation.h",
+            "csrc/include/dropout*.h",
+            "csrc/include/philox.h",
+            "csrc/include/inline.h",
+            "tests/support/cubins.py",
+        ),
         cubins.nvcc_version,
         cubins.facts,
     ),
-}  # fmt: skip
+}
 
 
 def files_of(sources: tuple[str, ...]) -> list[Path]:

@@ -231,9 +231,16 @@ def literal(layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU
     for layer in layers:
         table = table_of(layer.spec, tables)
         x = reference.encoder_layer(
-            x, layer.spec, layer.linears, layer.norms, cu_seqlens, table, positions,
-            relative=layer.relative(RELATIVE_ROWS), **keeps,
-        )  # fmt: skip
+            x,
+            layer.spec,
+            layer.linears,
+            layer.norms,
+            cu_seqlens,
+            table,
+            positions,
+            relative=layer.relative(RELATIVE_ROWS),
+            **keeps,
+        )
     if final_norm is not None:
         weight, bias = final_norm
         is_rms = layers[-1].spec.norm.kind == "rms"
@@ -271,10 +278,17 @@ def apart(layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU_S
         counts = (attention.num_heads, attention.num_kv_heads, attention.num_kv_heads)
         q, k, v = torch.cat(heads, 1).view(len(x), -1, HEAD_DIM).split(counts, 1)
         context = ops.attention(
-            q, k, v, cu_seqlens, max(LENGTHS), softmax_scale=attention.softmax_scale, window_size=attention.window_size,
-            window_positions=None if positions is None else positions.int(), rotary=table_of(spec, tables),
+            q,
+            k,
+            v,
+            cu_seqlens,
+            max(LENGTHS),
+            softmax_scale=attention.softmax_scale,
+            window_size=attention.window_size,
+            window_positions=None if positions is None else positions.int(),
+            rotary=table_of(spec, tables),
             relative=layer.relative(RELATIVE_ROWS),
-        ).flatten(1)  # fmt: skip
+        ).flatten(1)
         product = ops.linear(
             context, output.weight, None, weight_scale=output.weight_scale, input_scale=output.input_scale
         )
@@ -286,11 +300,16 @@ def apart(layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU_S
         up = ups[-1]
         gate = {"gate_weight": ups[0].weight, "gate_bias": ups[0].bias} if len(ups) == 2 else {}
         product = ops.feed_forward(
-            inputs, up.weight, up.bias, down.weight, **gate,
-            activation=spec.feed_forward.activation, gated=spec.feed_forward.gated,
+            inputs,
+            up.weight,
+            up.bias,
+            down.weight,
+            **gate,
+            activation=spec.feed_forward.activation,
+            gated=spec.feed_forward.gated,
             weight_scales=[leaf.weight_scale for leaf in (*ups, down)],
             input_scales=[leaf.input_scale for leaf in (*ups, down)],
-        )  # fmt: skip
+        )
         x = add(product, down.bias, x)
         x = x if spec.norm_first else normed(x, None, *second)[0]
     return x if final_norm is None else normed(x, None, *final_norm, 1e-5)[0]

@@ -23,9 +23,14 @@ def windows_of(tokenizer: Any, *texts: Any, length: int, overlap: int) -> list[L
     """Of a text, or of the second one of a pair; or of a list of words."""
     is_pair = len(texts) == 2
     made = tokenizer(
-        *texts, truncation="only_second" if is_pair else True, max_length=length, stride=overlap,
-        return_overflowing_tokens=True, return_offsets_mapping=True, is_split_into_words=isinstance(texts[0], list),
-    )  # fmt: skip
+        *texts,
+        truncation="only_second" if is_pair else True,
+        max_length=length,
+        stride=overlap,
+        return_overflowing_tokens=True,
+        return_offsets_mapping=True,
+        is_split_into_words=isinstance(texts[0], list),
+    )
     found, begin = [], 0
     for i, ids in enumerate(made["input_ids"]):
         inside = np.array([s == int(is_pair) for s in made.sequence_ids(i)])

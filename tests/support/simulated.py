@@ -14,12 +14,25 @@ from facts import LAUNCHING, files_of
 
 STAMP = ROOT / "tests" / "gpu" / "simulated.txt"
 SOURCES = (
-    "kernels/*.py", LAUNCHING, "fastbert/ops/seeds.py", "fastbert/cuda_graphs/*.py", "fastbert/training/flat.py",
-    "fastbert/training/train_step.py", "fastbert/training/optimizers.py", "fastbert/training/graphed/*.py",
-    "fastbert/training/finetuning/*.py", "fastbert/training/pretraining/*.py",
-    "benchmarks/gpu/**/*.py", "fastbert/testing/reference.py",
-    "csrc/cuda/*", "csrc/ops/cuda/*", "csrc/include/*", "tests/gpu/*.py", "tests/support/*.h", "tests/support/cuda_*",
-)  # fmt: skip
+    "kernels/*.py",
+    LAUNCHING,
+    "fastbert/ops/seeds.py",
+    "fastbert/cuda_graphs/*.py",
+    "fastbert/training/flat.py",
+    "fastbert/training/train_step.py",
+    "fastbert/training/optimizers.py",
+    "fastbert/training/graphed/*.py",
+    "fastbert/training/finetuning/*.py",
+    "fastbert/training/pretraining/*.py",
+    "benchmarks/gpu/**/*.py",
+    "fastbert/testing/reference.py",
+    "csrc/cuda/*",
+    "csrc/ops/cuda/*",
+    "csrc/include/*",
+    "tests/gpu/*.py",
+    "tests/support/*.h",
+    "tests/support/cuda_*",
+)
 
 
 def simulating() -> set:

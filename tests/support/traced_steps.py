@@ -98,11 +98,21 @@ CASES: dict[str, tuple[type[GraphedStep], bool, Callable[[int], list[PackedInput
     "two buckets": (GraphedStep, True, of_two_buckets),
 }
 FAULTS = (
-    faults.CountOfTheHost, faults.RateOfTheHost, faults.NumbersMadeInTheStep, faults.GradientsDropped,
-    faults.DrawsForItself, faults.StateMadeLate, faults.LoggedOutput, faults.LossAskedFor, faults.SizedByLabels,
-    faults.LabelsLookedFor, faults.BatchReplaced, faults.WeightMoved, faults.LossesReadInEachStep,
+    faults.CountOfTheHost,
+    faults.RateOfTheHost,
+    faults.NumbersMadeInTheStep,
+    faults.GradientsDropped,
+    faults.DrawsForItself,
+    faults.StateMadeLate,
+    faults.LoggedOutput,
+    faults.LossAskedFor,
+    faults.SizedByLabels,
+    faults.LabelsLookedFor,
+    faults.BatchReplaced,
+    faults.WeightMoved,
+    faults.LossesReadInEachStep,
     faults.LossesKeptInEachStep,
-)  # fmt: skip
+)
 CASES |= {fault.__name__: (fault, False, one_batch) for fault in FAULTS}
 
 

@@ -58,8 +58,15 @@ def _ask(request: dict[str, Any], descriptors: Sequence[int] = ()) -> Any:
 class Process:
     """`stdout` and `stderr`: files in text mode where nothing else was given, for them or for what is in them."""
 
-    def __init__(self, words: Sequence[object], *, env: dict[str, str] | None = None, stdin: Any = subprocess.DEVNULL,
-                 stdout: Any = subprocess.PIPE, stderr: Any = subprocess.PIPE):  # fmt: skip
+    def __init__(
+        self,
+        words: Sequence[object],
+        *,
+        env: dict[str, str] | None = None,
+        stdin: Any = subprocess.DEVNULL,
+        stdout: Any = subprocess.PIPE,
+        stderr: Any = subprocess.PIPE,
+    ):
         assert words[0] == sys.executable and words[1] in ("-c", "-m"), words
         self.args, self.returncode = words, None
         theirs = [os.open(os.devnull, os.O_RDONLY) if stdin == subprocess.DEVNULL else os.dup(stdin.fileno())]

@@ -133,8 +133,10 @@ def test_amsgrad():
     runs = [
         trained(kind, dtype, nothing, amsgrad=True)
         for kind, dtype in (
-            (AdamW, torch.float32), (torch.optim.AdamW, torch.float64), (torch.optim.AdamW, torch.float32),
+            (AdamW, torch.float32),
+            (torch.optim.AdamW, torch.float64),
+            (torch.optim.AdamW, torch.float32),
         )
-    ]  # fmt: skip
+    ]
     for ours, oracle, theirs in zip(*runs, strict=True):
         assert_close_to_reference(ours, oracle, theirs)

@@ -38,9 +38,12 @@ def test_windows_learn_the_label_of_their_text(tmp_path, pairs):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
     columns = ("question", "sentence") if pairs else ("text",)
     made = tokenizer(
-        *([row[name] for row in rows] for name in columns), max_length=32, stride=8, return_overflowing_tokens=True,
+        *([row[name] for row in rows] for name in columns),
+        max_length=32,
+        stride=8,
+        return_overflowing_tokens=True,
         truncation="only_second" if pairs else True,
-    )  # fmt: skip
+    )
     assert [one["input_ids"].tolist() for one in task.train.sequences] == made["input_ids"]
     source = made["overflow_to_sample_mapping"]
     names = task.labels.names

@@ -163,9 +163,18 @@ def test_a_run_has_the_losses_of_sentence_transformers_trainer(folder, tmp_path)
     data = rows(RANKING[:3], 40)
     path = write(tmp_path / "train.jsonl", data)
     options = FinetuneOptions(
-        task="embedding", model=str(folder), train=(path,), output=str(tmp_path / "run"), batch_size=BATCH, steps=STEPS,
-        warmup=0.0, learning_rate=1e-3, precision="fp32", log_every=5, weight_decay=0.01,
-    )  # fmt: skip
+        task="embedding",
+        model=str(folder),
+        train=(path,),
+        output=str(tmp_path / "run"),
+        batch_size=BATCH,
+        steps=STEPS,
+        warmup=0.0,
+        learning_rate=1e-3,
+        precision="fp32",
+        log_every=5,
+        weight_decay=0.01,
+    )
     execute(options, make_task)
     log = map(json.loads, (tmp_path / "run/log.jsonl").read_text(encoding="utf-8").splitlines())
     ours = [loss for row in log for loss in row["losses"]]
@@ -175,18 +184,29 @@ def test_a_run_has_the_losses_of_sentence_transformers_trainer(folder, tmp_path)
     order = [i for epoch in range(STEPS * BATCH // len(data)) for step in steps.of_epoch(epoch) for i in step]
     sampler = torch.utils.data.BatchSampler
     arguments = library.SentenceTransformerTrainingArguments(
-        str(tmp_path / "theirs"), num_train_epochs=1, per_device_train_batch_size=BATCH, learning_rate=1e-3,
-        weight_decay=0.01, warmup_steps=0, logging_steps=1, report_to=[], use_cpu=True, save_strategy="no",
-        disable_tqdm=True, optim="adamw_torch",
+        str(tmp_path / "theirs"),
+        num_train_epochs=1,
+        per_device_train_batch_size=BATCH,
+        learning_rate=1e-3,
+        weight_decay=0.01,
+        warmup_steps=0,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        optim="adamw_torch",
         batch_sampler=lambda given, batch_size, **rest: sampler(range(len(given)), batch_size, False),
-    )  # fmt: skip
+    )
     theirs = []
     for dtype in (torch.float32, torch.float64):
         model = library.SentenceTransformer(str(folder), device="cpu").to(dtype)
         trainer = library.SentenceTransformerTrainer(
-            model, arguments, datasets.Dataset.from_list([data[int(i)] for i in order]),
+            model,
+            arguments,
+            datasets.Dataset.from_list([data[int(i)] for i in order]),
             loss=losses.MultipleNegativesRankingLoss(model),
-        )  # fmt: skip
+        )
         trainer.train()
         theirs.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert len(ours) == STEPS and ours[-1] < ours[0] - 0.1

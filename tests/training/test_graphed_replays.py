@@ -69,9 +69,15 @@ def test_replayed_steps_are_the_steps_themselves(kind, steps):
 
 
 FAULTS = (
-    faults.RateOfTheHost, faults.CountOfTheHost, faults.LoggedOutput, faults.GradientsDropped, faults.NothingZeroed,
-    faults.DrawsForItself, faults.StateMadeLate, faults.SameSeeds,
-)  # fmt: skip
+    faults.RateOfTheHost,
+    faults.CountOfTheHost,
+    faults.LoggedOutput,
+    faults.GradientsDropped,
+    faults.NothingZeroed,
+    faults.DrawsForItself,
+    faults.StateMadeLate,
+    faults.SameSeeds,
+)
 OTHERS = (faults.NumbersMadeInTheStep, faults.BatchReplaced, faults.WeightMoved)  # launch traces see them in no time
 
 

@@ -58,9 +58,11 @@ def test_captured_runs_are_those_that_run_op_by_op(tmp_path, parts):
     assert len(said) == 1 and "graphs of" in said[0]
     found = [torch.tensor(losses_of(tmp_path / name)) for name in ("graphed", "exact", "plain")]
     for actual, oracle, near in zip(
-        [found[0], *weights_of(graphed)], [found[1].double(), *weights_of(exact)], [found[2], *weights_of(plain[0])],
+        [found[0], *weights_of(graphed)],
+        [found[1].double(), *weights_of(exact)],
+        [found[2], *weights_of(plain[0])],
         strict=True,
-    ):  # fmt: skip
+    ):
         assert_close_to_reference(actual, oracle, near, factor=3)
 
 

@@ -46,8 +46,10 @@ def by_hand(steps: int, folder: Path, dtype: torch.dtype = torch.float32, phase:
         sampler = StepSampler(Steps(lengths, phase.step_tokens, phase.max_examples), 32, epoch=epoch)
         for packed in make_loader(examples, sampler, loop.task.collate(phase)):
             batch = packed["batch"]
-            padded = {n: torch.nn.utils.rnn.pad_sequence(packed[n].split(batch.cu_seqlens.diff().tolist()), True, v)
-                      for n, v in (("input_ids", 0), ("token_type_ids", 0), ("labels", -100))}  # fmt: skip
+            padded = {
+                n: torch.nn.utils.rnn.pad_sequence(packed[n].split(batch.cu_seqlens.diff().tolist()), True, v)
+                for n, v in (("input_ids", 0), ("token_type_ids", 0), ("labels", -100))
+            }
             ones = torch.ones_like(packed["input_ids"]).split(batch.cu_seqlens.diff().tolist())
             loss = theirs(**padded, attention_mask=torch.nn.utils.rnn.pad_sequence(ones, True)).loss
             loss.backward()

@@ -39,9 +39,11 @@ def options_in(folder: Path, **given) -> FinetuneOptions:
 
 def cached(folder: Path, hub_id: str, monkeypatch) -> None:
     """A model in the hub's cache, which is all that can be reached."""
-    monkeypatch.setattr(hub, "_download", lambda name, config_only, options: Path(
-        snapshot_download(name, local_files_only=True, cache_dir=folder)
-    ))  # fmt: skip
+    monkeypatch.setattr(
+        hub,
+        "_download",
+        lambda name, config_only, options: Path(snapshot_download(name, local_files_only=True, cache_dir=folder)),
+    )
     root = folder / f"models--{hub_id.replace('/', '--')}"
     (root / "refs").mkdir(parents=True)
     (root / "refs/main").write_text("0" * 40)
@@ -54,13 +56,25 @@ def test_a_local_base(tmp_path):
     (tmp_path / "base/README.md").write_text(BASE_CARD)
     found = made(options)
     assert found.data.to_dict() == {
-        "library_name": "transformers", "pipeline_tag": "text-classification", "datasets": ["glue"],
-        "tags": ["fastbert", "finetune"], "license": "other", "license_name": "own",
-        "license_link": "https://example.org/l", "language": ["en"],
-    }  # fmt: skip
+        "library_name": "transformers",
+        "pipeline_tag": "text-classification",
+        "datasets": ["glue"],
+        "tags": ["fastbert", "finetune"],
+        "license": "other",
+        "license_name": "own",
+        "license_link": "https://example.org/l",
+        "language": ["en"],
+    }
     assert str(tmp_path) not in found.content and "/" not in found.text.partition("```yaml")[2].partition("```")[0]
-    for part in ("# run\n", "from `base`.", "| accuracy | 0.7500 |", "training loss 0.5000", "- train: `rows.jsonl`\n",
-                 "- eval: `rows.jsonl`, `glue:sst2`\n", "`other`: that of the base model, by its card"):  # fmt: skip
+    for part in (
+        "# run\n",
+        "from `base`.",
+        "| accuracy | 0.7500 |",
+        "training loss 0.5000",
+        "- train: `rows.jsonl`\n",
+        "- eval: `rows.jsonl`, `glue:sst2`\n",
+        "`other`: that of the base model, by its card",
+    ):
         assert part in found.text, part
     (tmp_path / "settings.yaml").write_text(found.text.partition("```yaml\n")[2].partition("```")[0])
     again = options_of(FinetuneOptions, read_yaml(tmp_path / "settings.yaml"), "the card")

@@ -32,9 +32,13 @@ OTHERS = {
     "modernbert": {"local_attention": 8},
 }
 MODELS = [
-    ("bert", "PreTraining"), ("roberta", "MaskedLM"), ("distilbert", "MaskedLM"), ("albert", "PreTraining"),
-    ("electra", "MaskedLM"), ("modernbert", "MaskedLM"),
-]  # fmt: skip
+    ("bert", "PreTraining"),
+    ("roberta", "MaskedLM"),
+    ("distilbert", "MaskedLM"),
+    ("albert", "PreTraining"),
+    ("electra", "MaskedLM"),
+    ("modernbert", "MaskedLM"),
+]
 
 
 def make_task(model_type: str, head: str) -> MaskedLM:

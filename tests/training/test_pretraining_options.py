@@ -77,9 +77,11 @@ def test_a_vocabulary_is_made_once(text, monkeypatch):
 
 @pytest.mark.parametrize(
     ("kind", "size", "message"),
-    [("words", 50, "vocab_kind is 'words'; it must be one of wordpiece, bpe, unigram"),
-     ("bpe", 200, "vocab_size is 200; a vocabulary of bpe needs more than 261 tokens")],
-)  # fmt: skip
+    [
+        ("words", 50, "vocab_kind is 'words'; it must be one of wordpiece, bpe, unigram"),
+        ("bpe", 200, "vocab_size is 200; a vocabulary of bpe needs more than 261 tokens"),
+    ],
+)
 def test_no_such_vocabulary(kind, size, message):
     with pytest.raises(ConfigError, match=message):
         Design(kind, size, FAMILIES["bert"].vocabulary.special)
@@ -87,9 +89,16 @@ def test_no_such_vocabulary(kind, size, message):
 
 @pytest.mark.parametrize(
     ("preset", "model_type", "expected"),
-    [("base", "bert", "bert-base"), ("large", "bert", None), ("base", "roberta", "roberta-base"),
-     ("base", "albert", None), ("base", "electra", None), ("modern", "modernbert", None), ("tiny", "distilbert", None)],
-)  # fmt: skip
+    [
+        ("base", "bert", "bert-base"),
+        ("large", "bert", None),
+        ("base", "roberta", "roberta-base"),
+        ("base", "albert", None),
+        ("base", "electra", None),
+        ("modern", "modernbert", None),
+        ("tiny", "distilbert", None),
+    ],
+)
 def test_presets(preset, model_type, expected, text):
     """Shapes in other families, with positions and ids that fit; the sizes of those that are published."""
     vocabulary: Vocabulary = train_vocabulary(str(text), design_of(model_type if model_type in KINDS else "bert"))
@@ -186,9 +195,13 @@ def test_phases():
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"phases": "0.9:128"}, "shares must be above 0 and add up to 1"), ({"phases": "a:b"}, "a part is SHARE:LENGTH"),
-     ({"masking": "0"}, "it must be above 0 and below 1"), ({"batch_warmup": 1.0}, "batch_warmup is 1.0")],
-)  # fmt: skip
+    [
+        ({"phases": "0.9:128"}, "shares must be above 0 and add up to 1"),
+        ({"phases": "a:b"}, "a part is SHARE:LENGTH"),
+        ({"masking": "0"}, "it must be above 0 and below 1"),
+        ({"batch_warmup": 1.0}, "batch_warmup is 1.0"),
+    ],
+)
 def test_no_phases(changes, message):
     with pytest.raises(ConfigError, match=message):
         schedule(**changes)

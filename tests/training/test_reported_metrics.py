@@ -57,9 +57,10 @@ def question(draw: Any) -> dict[str, Any]:
     context = text(draw)
     word = draw.choice(context.split())
     return {
-        "question": text(draw), "context": context,
+        "question": text(draw),
+        "context": context,
         "answers": {"text": [word], "answer_start": [context.index(word)]},
-    }  # fmt: skip
+    }
 
 
 def pair(draw: Any) -> dict[str, Any]:
@@ -130,9 +131,20 @@ def test_reported_metrics_are_those_of_the_saved_model(case, precision, tmp_path
     train, held_out = (write_rows(tmp_path / name, part) for name, part in (("a.jsonl", rows[:60]), ("b.jsonl", rows)))
     options = ("--max-length", 12, "--batch-size", 20, "--epochs", 2, "--learning-rate", 3e-3, "--seed", shifted(3))
     done = run_here(
-        "finetune", "--model", base(tmp_path), "--train", train, "--eval", held_out, *options, *flags,
-        "--precision", precision, "--output", folder,
-    )  # fmt: skip
+        "finetune",
+        "--model",
+        base(tmp_path),
+        "--train",
+        train,
+        "--eval",
+        held_out,
+        *options,
+        *flags,
+        "--precision",
+        precision,
+        "--output",
+        folder,
+    )
     assert done.returncode == 0, done.stderr
     metrics = json.loads((folder / "metrics.json").read_text())
     found = of_vectors(folder, held_out, rows, tmp_path) if measure is None else measure(rows, said(folder, held_out))
@@ -162,9 +174,15 @@ def test_the_training_loss_is_the_mean_of_the_whole_run_wherever_it_had_stopped(
     """As the Trainer's. It was that of the last steps, and before that of the log's last row, which a stop ends."""
     rows = write_rows(tmp_path / "rows.jsonl", [one_label(python_random(i)) for i in range(24)])
     options = FinetuneOptions(
-        model=str(base(tmp_path)), train=(rows,), eval=(rows,), output=str(tmp_path / "run"), steps=6, batch_size=4,
-        log_every=4, max_length=16,
-    )  # fmt: skip
+        model=str(base(tmp_path)),
+        train=(rows,),
+        eval=(rows,),
+        output=str(tmp_path / "run"),
+        steps=6,
+        batch_size=4,
+        log_every=4,
+        max_length=16,
+    )
     metrics = execute(options, make_task)
     log, task = tmp_path / "run/log.jsonl", make_task(options)
     *before, last = map(json.loads, log.read_text().splitlines())

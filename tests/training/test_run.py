@@ -179,9 +179,16 @@ def test_a_run_without_anything_to_draw_with_leaves_out_the_chart(files, tmp_pat
 def test_a_run_ends_early_and_keeps_the_best(files, tmp_path, capsys):
     """A metric that only falls: the first model stays, and the run ends after two more evaluations."""
     options = FinetuneOptions(
-        model=files["model"], train=(files["train"],), eval=(files["eval"],), output=str(tmp_path / "run"),
-        max_length=16, batch_size=4, eval_every=1, patience=2, steps=30,
-    )  # fmt: skip
+        model=files["model"],
+        train=(files["train"],),
+        eval=(files["eval"],),
+        output=str(tmp_path / "run"),
+        max_length=16,
+        batch_size=4,
+        eval_every=1,
+        patience=2,
+        steps=30,
+    )
     scores, saved = iter([0.5, 0.4, 0.3, 0.2]), []
 
     def task_of(given: FinetuneOptions):

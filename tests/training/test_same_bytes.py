@@ -28,10 +28,17 @@ RUNS = {
     "corpus": ("", "--preset baby --vocab-size 60 --vocab-kind wordpiece --step-tokens 1000"),
 }
 ROWS = [
-    {"text": text, "label": "abc"[i % 3], "tokens": text.split(), "tags": ["O", *["B-X"] * (len(text.split()) - 1)],
-     "sentence1": text, "sentence2": TEXTS[-1], "score": i / 6}
+    {
+        "text": text,
+        "label": "abc"[i % 3],
+        "tokens": text.split(),
+        "tags": ["O", *["B-X"] * (len(text.split()) - 1)],
+        "sentence1": text,
+        "sentence2": TEXTS[-1],
+        "score": i / 6,
+    }
     for i, text in enumerate(TEXTS)
-]  # fmt: skip
+]
 
 
 def write_data(folder: Path, label: str) -> list[object]:

@@ -45,9 +45,28 @@ def run(tmp_path_factory) -> tuple[Path, dict[str, Path]]:
         Path(write_rows(place / name, rows)) for name, rows in (("a.jsonl", ROWS), ("b.jsonl", ROWS[:6]))
     )
     done = run_here(
-        "finetune", "--model", base(place), "--train", train, "--eval", held_out, "--max-length", 16, "--batch-size", 4,
-        "--epochs", 2, "--save-every", 5, "--log-every", 1, "--seed", shifted(3), "--output", place / "run",
-    )  # fmt: skip
+        "finetune",
+        "--model",
+        base(place),
+        "--train",
+        train,
+        "--eval",
+        held_out,
+        "--max-length",
+        16,
+        "--batch-size",
+        4,
+        "--epochs",
+        2,
+        "--save-every",
+        5,
+        "--log-every",
+        1,
+        "--seed",
+        shifted(3),
+        "--output",
+        place / "run",
+    )
     assert done.returncode == 0, done.stderr
     (place / "run/checkpoints/step-000000010").rename(place / "gone")
     return place / "run", {"train": train, "eval": held_out}

@@ -78,8 +78,13 @@ def corpus(report: dict[str, Any], path: Path) -> None:
         for row in report["rows"]
     ]
     heights = [max(1, len(timed)) for _, timed in rows]
-    figure, panels = _figure((8.5, 1.1 + sum(0.34 * height + 0.5 for height in heights)), len(rows), 1, sharex=True,
-                             gridspec_kw={"height_ratios": heights})  # fmt: skip
+    figure, panels = _figure(
+        (8.5, 1.1 + sum(0.34 * height + 0.5 for height in heights)),
+        len(rows),
+        1,
+        sharex=True,
+        gridspec_kw={"height_ratios": heights},
+    )
     for axes, (row, timed) in zip(panels[:, 0], rows, strict=True):
         names = sorted(timed, key=lambda name: timed[name]["texts_per_second"])
         rates = [timed[name]["texts_per_second"] for name in names]

@@ -234,9 +234,12 @@ def _ctranslate2_many(job: BenchJob) -> Rows:
     import ctranslate2
 
     encoder = ctranslate2.Encoder(
-        str(job.prepared / "ctranslate2"), device="cpu", compute_type=job.precision, intra_threads=job.threads,
+        str(job.prepared / "ctranslate2"),
+        device="cpu",
+        compute_type=job.precision,
+        intra_threads=job.threads,
         inter_threads=1,
-    )  # fmt: skip
+    )
     tokenizer = cutting_tokenizer(job.checkpoint)
     width = json.loads((job.checkpoint / "config.json").read_text(encoding="utf-8"))["hidden_size"]
 
@@ -257,24 +260,32 @@ def _loops(name: str, open_runs: Callable[[BenchJob, Sequence[int]], Run]) -> Te
     """With the preparation that the contestant of batches has."""
     found = batches.CONTESTANTS[name]
     return TextContestant(
-        found.precisions, found.packages, partial(_loop_one, open_runs), many=partial(_loop_many, open_runs),
+        found.precisions,
+        found.packages,
+        partial(_loop_one, open_runs),
+        many=partial(_loop_many, open_runs),
         prepare=found.prepare,
-    )  # fmt: skip
+    )
 
 
 def _sentence_transformers(accelerated: bool) -> TextContestant:
     return TextContestant(
-        FLOATS, ("sentence_transformers",), partial(_sentence_transformer_one, accelerated), has_ids=False,
+        FLOATS,
+        ("sentence_transformers",),
+        partial(_sentence_transformer_one, accelerated),
+        has_ids=False,
         many=partial(_sentence_transformer_many, accelerated, "torch"),
-    )  # fmt: skip
+    )
 
 
 def _backend(name: str, package: str, needs: str) -> TextContestant:
     """sentence-transformers with a model that optimum exports for it."""
     return TextContestant(
-        ("float32",), ("sentence_transformers", "optimum"), many=partial(_sentence_transformer_many, False, name),
+        ("float32",),
+        ("sentence_transformers", "optimum"),
+        many=partial(_sentence_transformer_many, False, name),
         how=f"pip install {package}, which needs {needs}",
-    )  # fmt: skip
+    )
 
 
 CONTESTANTS = {

@@ -31,9 +31,12 @@ WORDS = 2000  # that texts are made of
 # its tokens, of length 1.
 _MODULES = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
 _WRITTEN = (
-    "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "tokenizer.json",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "tokenizer.json",
     "tokenizer_config.json",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,15 @@ from fastbert.messages import install
 WORKER = "fastbert.bench.texts.worker"
 TEXTS_FILE = "texts.json"  # the corpus, or what was made
 PACKAGES = (  # whose versions a result must name
-    "transformers", "tokenizers", "sentence_transformers", "onnxruntime", "openvino", "nncf", "ctranslate2",
+    "transformers",
+    "tokenizers",
+    "sentence_transformers",
+    "onnxruntime",
+    "openvino",
+    "nncf",
+    "ctranslate2",
     "fastembed",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)

@@ -191,9 +191,14 @@ def measure_bound(task: dict[str, Any], answer: Answer) -> None:
 def job_of(task: dict[str, Any]) -> BenchJob:
     root = Path(task["folder"])
     return BenchJob(
-        _checkpoint(task), root / "prepared", task["precision"], task["masked"], task["threads"],
-        calibration=root / CALIBRATION_FILE, alone=task["processes"] == 1,
-    )  # fmt: skip
+        _checkpoint(task),
+        root / "prepared",
+        task["precision"],
+        task["masked"],
+        task["threads"],
+        calibration=root / CALIBRATION_FILE,
+        alone=task["processes"] == 1,
+    )
 
 
 def work(task: dict[str, Any], answer: Answer) -> None:

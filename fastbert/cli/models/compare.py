@@ -19,7 +19,10 @@ DTYPES = ("float32", "bfloat16")
 
 def add(commands: Any) -> None:
     parser = add_command(
-        commands, "compare", run, "the size, cost and speed of several encoders, side by side",
+        commands,
+        "compare",
+        run,
+        "the size, cost and speed of several encoders, side by side",
         """
         Counts the parameters, operations and memory of each MODEL, and measures its speed here, all in turns, on the
         same mix of text lengths or on your --texts. A MODEL is a checkpoint (an encoder, a classifier, a reranker), a
@@ -28,7 +31,7 @@ def add(commands: Any) -> None:
         and rerankers, texts with labels judge encoders and classifiers. DIR gets comparison.json, .md and .png.
         """,
         "fastbert compare bert-base distilbert-base modernbert-base --output comparison",
-    )  # fmt: skip
+    )
     add_model(parser, f"a shape, a config.json, {A_MODEL}", several=True)
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="to compute in (default float32)")
     mix = parser.add_mutually_exclusive_group()

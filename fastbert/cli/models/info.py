@@ -20,10 +20,13 @@ TOKENS = 16384  # tokens at once that info reckons with
 
 def add(commands: Any) -> None:
     parser = add_command(
-        commands, "info", run, "size, cost per token and memory of a model",
+        commands,
+        "info",
+        run,
+        "size, cost per token and memory of a model",
         "Shows the size of a model, its cost per token and its memory. Reads only its config.json, no weights.",
         "fastbert info all-MiniLM-L6-v2",
-    )  # fmt: skip
+    )
     add_model(parser, f"a config.json, {A_MODEL}")
 
 

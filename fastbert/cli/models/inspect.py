@@ -24,7 +24,10 @@ STEPS = 32  # points of the path: of MiniLM's cosines the shares then miss less 
 
 def add(commands: Any) -> None:
     parser = add_command(
-        commands, "inspect", run, "what the heads of a model look at",
+        commands,
+        "inspect",
+        run,
+        "what the heads of a model look at",
         """
         Shows what the attention heads of MODEL look at in TEXT. Of a classifier also what it says, and which tokens
         decided; a second text makes a pair. Of an encoder, with a second text, how close the two are, and which tokens
@@ -32,7 +35,7 @@ def add(commands: Any) -> None:
         picture of the first text's attention (.png, .svg).
         """,
         'fastbert inspect all-MiniLM-L6-v2 "He sat on the bank of the river." --output bank.html',
-    )  # fmt: skip
+    )
     add_model(parser)
     parser.add_argument("text", metavar="TEXT", nargs="+", help="one text, or two")
     parser.add_argument(

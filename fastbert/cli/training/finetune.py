@@ -14,14 +14,17 @@ def add(commands: Any) -> None:
     from fastbert.training.options import FinetuneOptions
 
     parser = add_command(
-        commands, "finetune", run, "fine-tune a model on labelled texts",
+        commands,
+        "finetune",
+        run,
+        "fine-tune a model on labelled texts",
         """
         Trains MODEL on the examples of --train, judges it on those of --eval, and leaves in --output a checkpoint that
         transformers loads, too, with metrics, a chart and a model card. Under `torchrun` all ranks share the work.
         `fastbert predict` runs the result over a file.
         """,
         "fastbert finetune --model bert-base-uncased --train train.tsv --eval dev.tsv --output sst2",
-    )  # fmt: skip
+    )
     add_options(parser, FinetuneOptions)
 
 

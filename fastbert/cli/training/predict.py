@@ -29,7 +29,10 @@ _CONLL = (".conll", ".bio", ".iob", ".iob2")  # a .txt has texts here
 
 def add(commands: Any) -> None:
     parser = add_command(
-        commands, "predict", run, "what a fine-tuned model says of each row of a file",
+        commands,
+        "predict",
+        run,
+        "what a fine-tuned model says of each row of a file",
         """
         Runs what `fastbert finetune` made, or transformers, over FILE, and writes a row for each of its rows, in its
         order. Classification: the label and its probability, all labels above --threshold, or a number. Tokens: the
@@ -37,16 +40,20 @@ def add(commands: Any) -> None:
         .jsonl, a .csv (with lists as JSON) or a .parquet; without it the rows go to standard output, as JSON lines.
         """,
         "fastbert predict ./my-model reviews.csv --output labels.jsonl",
-    )  # fmt: skip
+    )
     add_model(parser, "a folder, or a hub id")
     parser.add_argument(
-        "file", metavar="FILE", type=Path,
+        "file",
+        metavar="FILE",
+        type=Path,
         help=f"{TEXT_KINDS}, or - for standard input; a SQuAD .json of questions, or a .conll of words, too",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--columns", metavar="NAME", nargs="+",
+        "--columns",
+        metavar="NAME",
+        nargs="+",
         help="the columns of the texts: one, or two; by default those of the training data, or by their usual names",
-    )  # fmt: skip
+    )
     add_delimiter_option(parser)
     parser.add_argument(
         "--output", metavar="OUT", type=Path, default=STDOUT, help="a .jsonl, a .csv, a .parquet, or - (default)"
@@ -54,9 +61,12 @@ def add(commands: Any) -> None:
     parser.add_argument("--hash-lines", choices=HASH_LINES, default="auto", help=f"{HASH_LINES_HELP} (the default)")
     parser.add_argument("--all", action="store_true", help="the probabilities of all labels, in a column each")
     parser.add_argument(
-        "--threshold", metavar="P", type=_share, default=0.5,
+        "--threshold",
+        metavar="P",
+        type=_share,
+        default=0.5,
         help="of several labels at once: those with a probability above P (default 0.5)",
-    )  # fmt: skip
+    )
     add_windows_option(parser, "how longer texts are cut", ("core", *AGGREGATES))
     add_running_options(parser)
     parser.add_argument("--force", action="store_true", help="replace OUT")

@@ -14,14 +14,17 @@ def add(commands: Any) -> None:
     from fastbert.training.options import PretrainOptions
 
     parser = add_command(
-        commands, "pretrain", run, "pre-train a model on text",
+        commands,
+        "pretrain",
+        run,
+        "pre-train a model on text",
         """
         Trains a new model, or goes on with --model, on the text files of --train: a sentence or a paragraph a line, a
         blank line between documents. --output is a checkpoint that transformers loads, too, with metrics, a chart and a
         model card. Under `torchrun` all ranks share the work.
         """,
         "fastbert pretrain --preset baby --train novels.txt --output baby",
-    )  # fmt: skip
+    )
     add_options(parser, PretrainOptions)
 
 

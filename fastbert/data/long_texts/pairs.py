@@ -35,10 +35,13 @@ def encode(tokenizer: Tokenizer, inputs: Sequence[str | tuple[str, str]]) -> lis
     apart = set(ours)
     # The fast one gives both texts type 0 where no post-processor says otherwise.
     read_all = tokenizer.encode_batch if pairs and tokenizer.post_processor is None else tokenizer.encode_batch_fast
-    made: list[Any] = read_all([
-        as_far_as_needed(tokenizer, one) if isinstance(one, str) else one
-        for i, one in enumerate(inputs) if i not in apart
-    ])  # fmt: skip
+    made: list[Any] = read_all(
+        [
+            as_far_as_needed(tokenizer, one) if isinstance(one, str) else one
+            for i, one in enumerate(inputs)
+            if i not in apart
+        ]
+    )
     if ours:
         for i, one in zip(ours, _cut_pairs(tokenizer, [inputs[i] for i in ours]), strict=True):
             made.insert(i, one)

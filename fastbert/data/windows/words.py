@@ -134,11 +134,18 @@ class Words:
             here = slice(first, first + len(tags))
             starts, ends, sure = self.starts[here].tolist(), self.ends[here].tolist(), best[here]
             first += len(tags)
-            found.append([
-                {"label": label, "text": text[starts[a] : ends[b]], "start": starts[a], "end": ends[b],
-                 "score": float(sure[a : b + 1].mean())}
-                for label, a, b in entities_of(tags, spells_entities(names))
-            ])  # fmt: skip
+            found.append(
+                [
+                    {
+                        "label": label,
+                        "text": text[starts[a] : ends[b]],
+                        "start": starts[a],
+                        "end": ends[b],
+                        "score": float(sure[a : b + 1].mean()),
+                    }
+                    for label, a, b in entities_of(tags, spells_entities(names))
+                ]
+            )
         return found
 
 

@@ -199,7 +199,7 @@ def _launch(backend, options, q, k, v, where, philox, window_positions, cos, sin
     softmax_scale, dropout_p, window_size, _, _, tile, _ = options
     return _FWD_TRITON(
         q, k, v, where, philox, window_positions, tile, softmax_scale, dropout_p, window_size, return_stats
-    )  # fmt: skip
+    )
 
 
 def _rotate_triton(options, q, k, tiles, cos, sin):
@@ -224,9 +224,18 @@ def _backward(backend, options, needed, saved, dout):
     else:
         softmax_scale, dropout_p, window_size, interleaved, by_token, tile, _ = options
         dqkv = _BWD_TRITON(
-            dout, *operands, window_positions, tile, softmax_scale, dropout_p, window_size, cos, sin, interleaved,
+            dout,
+            *operands,
+            window_positions,
+            tile,
+            softmax_scale,
+            dropout_p,
+            window_size,
+            cos,
+            sin,
+            interleaved,
             by_token,
-        )  # fmt: skip
+        )
         num_heads, num_kv_heads = operands[0].shape[1], operands[1].shape[1]
         gradients = dqkv.split((num_heads, num_kv_heads, num_kv_heads), 1)
     return *gradients, None, None, None, None, None

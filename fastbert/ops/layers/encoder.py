@@ -140,9 +140,17 @@ def _run(
     held = operands.held
     pools = pools and bool(held.pooler) and (operands.infers or not needs_grad(*held.pooler))
     result, *pooled = _RUN(
-        input_ids, token_type_ids, position_ids, cu_seqlens, held.hold(), versions_of(held.weights), operands.infers,
-        pooling, EPS if normalizes else None, pools,
-    )  # fmt: skip
+        input_ids,
+        token_type_ids,
+        position_ids,
+        cu_seqlens,
+        held.hold(),
+        versions_of(held.weights),
+        operands.infers,
+        pooling,
+        EPS if normalizes else None,
+        pools,
+    )
     return result, pooled[0] if pooled else None
 
 

@@ -52,9 +52,23 @@ _BWD_GPU_SCHEMA = _BWD_CPU_SCHEMA.replace(" Tensor? philox, float dropout_p,", "
 
 
 def _fwd_cpu_fake(
-    x, up_weight, up_bias, down_weight, gate_weight, gate_bias, up_scale, down_scale, gate_scale, input_scales, philox,
-    dropout_p, activation, gated, dtype, return_pre,
-):  # fmt: skip
+    x,
+    up_weight,
+    up_bias,
+    down_weight,
+    gate_weight,
+    gate_bias,
+    up_scale,
+    down_scale,
+    gate_scale,
+    input_scales,
+    philox,
+    dropout_p,
+    activation,
+    gated,
+    dtype,
+    return_pre,
+):
     width = up_weight.shape[0] + (0 if gate_weight is None else gate_weight.shape[0])
     pre = x.new_empty(x.shape[0] if return_pre else 0, width, dtype=dtype)
     return x.new_empty(x.shape[0], down_weight.shape[0], dtype=dtype), pre
@@ -262,10 +276,18 @@ def feed_forward(
         raise ValueError(f"weight_scales and input_scales have {found}, there are {products} weights")
     gate_scale, up_scale, down_scale = scales if products == 3 else (None, *scales)
     check_devices(
-        "feed_forward", x=x, up_weight=up_weight, up_bias=up_bias, down_weight=down_weight, gate_weight=gate_weight,
-        gate_bias=gate_bias, up_scale=up_scale, down_scale=down_scale, gate_scale=gate_scale,
+        "feed_forward",
+        x=x,
+        up_weight=up_weight,
+        up_bias=up_bias,
+        down_weight=down_weight,
+        gate_weight=gate_weight,
+        gate_bias=gate_bias,
+        up_scale=up_scale,
+        down_scale=down_scale,
+        gate_scale=gate_scale,
         **{f"input_scale {i}": t for i, t in enumerate(inputs)},
-    )  # fmt: skip
+    )
     weights = (up_weight, up_bias, down_weight, gate_weight, gate_bias)
     _check(x, *weights, activation, gated)
     options = FeedForwardOptions(activation, gated, dropout_p, inputs, compute_dtype(x))

@@ -179,10 +179,20 @@ def adamw(
             each.make_room()
         changed = list(weights)
         norm = _OPS[Backend.CPU](
-            changed, values, rows, *(list(tensors) for tensors in (means, squares, steps)),
-            [each.done for each in lates.values()], [each.history for each in lates.values()],
-            [each.count for each in lates.values()], list(rates), list(decays), beta1, beta2, eps, max_norm,
-        )  # fmt: skip
+            changed,
+            values,
+            rows,
+            *(list(tensors) for tensors in (means, squares, steps)),
+            [each.done for each in lates.values()],
+            [each.history for each in lates.values()],
+            [each.count for each in lates.values()],
+            list(rates),
+            list(decays),
+            beta1,
+            beta2,
+            eps,
+            max_norm,
+        )
         torch.autograd.graph.increment_version(changed)  # for whoever keeps something made of the weights
         for i, each in lates.items():
             each.count += 1
@@ -208,7 +218,16 @@ def _adamw_torch(weights, gradients, means, squares, steps, rates, decays, beta1
         groups.setdefault(kind, []).append(i)
     for (rate, decay), members in groups.items():
         torch_adamw(
-            *([of[i] for i in members] for of in (weights, gradients, means, squares)), [], [steps[i] for i in members],
-            foreach=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=rate, weight_decay=decay, eps=eps, maximize=False,
-        )  # fmt: skip
+            *([of[i] for i in members] for of in (weights, gradients, means, squares)),
+            [],
+            [steps[i] for i in members],
+            foreach=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=rate,
+            weight_decay=decay,
+            eps=eps,
+            maximize=False,
+        )
     return norm

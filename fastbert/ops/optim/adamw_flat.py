@@ -135,8 +135,17 @@ def adamw_flat(
             norm = _adamw_flat_torch(state, numbers, beta1, beta2, eps, max_norm)
         else:
             norm = _OP(
-                state.addresses, state.counts, state.groups, state.gradients, state.means, state.squares, numbers,
-                beta1, beta2, eps, max_norm,
-            )  # fmt: skip
+                state.addresses,
+                state.counts,
+                state.groups,
+                state.gradients,
+                state.means,
+                state.squares,
+                numbers,
+                beta1,
+                beta2,
+                eps,
+                max_norm,
+            )
     torch.autograd.graph.increment_version(state.weights)  # for whoever keeps something made of the weights
     return norm

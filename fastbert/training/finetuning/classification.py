@@ -78,9 +78,15 @@ def make_task(options: FinetuneOptions) -> Classification:
     # A window has its text's label.
     examples = LabelledSequences(train.sequences, labels=train.labels[train.sequences.source])
     return Classification(
-        model, tokenizer, examples, usage, add_adapters(model, options), labels=labels, held_out=held_out,
+        model,
+        tokenizer,
+        examples,
+        usage,
+        add_adapters(model, options),
+        labels=labels,
+        held_out=held_out,
         weights=weights,
-    )  # fmt: skip
+    )
 
 
 class LabelledTexts(NamedTuple):

@@ -41,9 +41,15 @@ def make_task(options: FinetuneOptions) -> TokenClassification:
     usage = Usage("tokens", train.columns, options.max_length, options.doc_stride or None)
     tagger = tagger_of(model, tokenizer, usage, settings_of(folder))
     return TokenClassification(
-        model, tokenizer, examples_of(tagger.words(train.words), train, labels), usage, add_adapters(model, options),
-        tagger=tagger, labels=labels, held_out=held_out,
-    )  # fmt: skip
+        model,
+        tokenizer,
+        examples_of(tagger.words(train.words), train, labels),
+        usage,
+        add_adapters(model, options),
+        tagger=tagger,
+        labels=labels,
+        held_out=held_out,
+    )
 
 
 class TokenClassification(HeadTask):

@@ -97,9 +97,17 @@ class LayerKernels:
         heads, size = kind.num_heads, kind.head_dim
         strides = ((heads + 2 * kind.num_kv_heads) * size, size) * 3
         return _module("attention_fwd").fwd_launch(  # type: ignore[no-any-return]
-            tiles.shape[0], self.total_tokens, strides, True, *self._element(), tile, heads, size,
-            heads // kind.num_kv_heads, *_options(kind, positions),
-        )  # fmt: skip
+            tiles.shape[0],
+            self.total_tokens,
+            strides,
+            True,
+            *self._element(),
+            tile,
+            heads,
+            size,
+            heads // kind.num_kv_heads,
+            *_options(kind, positions),
+        )
 
     def attention_bwd(
         self, kind: LayerNumbers, tiles: torch.Tensor, tile: int, positions: torch.Tensor | None
@@ -111,9 +119,17 @@ class LayerKernels:
         whole, own = (width, size) * 3, (heads * size, size)
         scale, _ = _module("attention").scale_and_sign(kind.softmax_scale)
         make_dkdv, make_dq = module.bwd_launches(
-            tiles.shape[0], total_tokens, (*whole, *own), width, *self._element(), tile, heads, kv_heads, size,
+            tiles.shape[0],
+            total_tokens,
+            (*whole, *own),
+            width,
+            *self._element(),
+            tile,
+            heads,
+            kv_heads,
+            size,
             *_options(kind, positions),
-        )  # fmt: skip
+        )
         make_records = module.records_launch(total_tokens, heads, own * 2, size, scale)
         records = self.x.new_empty((heads, total_tokens, 4), dtype=torch.float32)
 
