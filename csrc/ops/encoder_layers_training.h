@@ -1,5 +1,5 @@
-// The registered encoder_layers operators of the CPU backend for training; fastbert/ops/layers/encoder_layers.py has their
-// schemas.
+// The registered encoder_layers operators of the CPU backend for training; fastbert/ops/layers/encoder_layers.py has
+// their schemas.
 #pragma once
 
 #include <string>
