@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+import fastbert.ops  # noqa: F401  (which registers every op)
 from fastbert import backend as registry
 from fastbert.backend import Backend, first_to_serve, select
 from fastbert.errors import BackendError

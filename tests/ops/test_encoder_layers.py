@@ -156,7 +156,7 @@ def test_operands_that_do_not_fit():
 def arguments(name: str, dtype: torch.dtype = torch.float32) -> tuple:
     """Of the registered op."""
     layers, x, norm = make_stack(name, dtype)
-    *of_layers, _ = operands_of(layers, norm)
+    *of_layers, _, _ = operands_of(layers, norm)
     tables = [t for table in rotary_tables() for t in table[:2]]
     return x, CU_SEQLENS, *of_layers, tables, [0, 0, 3], WITH_HOLES.int(), *relative_lists_of(layers, dtype), []
 

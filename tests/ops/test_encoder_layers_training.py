@@ -158,7 +158,7 @@ def arguments(name: str, count: int = 1, dtype: torch.dtype = torch.bfloat16) ->
     """Of the registered forward, over `count` layers."""
     case = CASES[name].with_dropouts(0.1, 0.2, 0.3, 0.4)
     made = [make(case)] * count
-    weights, biases, _, _, norms, activation, layers, ints, floats, _, _ = operands_of(made)
+    weights, biases, _, _, norms, activation, layers, ints, floats, _, _, _ = operands_of(made)
     tables = [t for table in rotary_tables() for t in table[:2]]
     philox = torch.arange(8 * count).view(count, 4, 2)
     shared = (tables, [0, 0, 3], WITH_HOLES.int(), *relative_lists_of(made, dtype))
