@@ -1,7 +1,8 @@
 """python tests/support/rename.py TABLE: gives things new names, everywhere at once. renames.txt has them.
 
-A line of the table is an old name, a new one, and the files for which it holds (globs from the top; none: all). A line
-whose names have a slash moves a file. In Python, identifiers change, also within f-strings, and paths of modules within
+A line of the table is an old name, a new one, and where it holds: files (globs from the top; none: all), or
+`file.py::function` or `file.py::Class.method` for a variable of that function. A line whose names have a slash moves a
+file. In Python, identifiers change, also within f-strings, and paths of modules within
 strings. In comments, docstrings, documents and C++ a name changes that no sentence has (with an underscore or a
 capital), and any other one between backticks. The patches of tests/faults are made anew: of the renamed file, and of
 the renamed file with the fault.
@@ -9,6 +10,7 @@ the renamed file with the fault.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import io
 import re
@@ -28,6 +30,7 @@ class Name(NamedTuple):
     old: str
     new: str
     files: tuple[str, ...]
+    function: str = ""  # of which it is a variable
 
     @property
     def is_a_word(self) -> bool:
@@ -37,7 +40,7 @@ class Name(NamedTuple):
 
 def in_code(text: str, names: list[Name]) -> str:
     for name in names:
-        text = re.sub(rf"\b{re.escape(name.old)}\b", name.new, text)
+        text = re.sub(rf"{'(?<![.])' if name.function else ''}\b{re.escape(name.old)}\b", name.new, text)
     return text
 
 
@@ -53,24 +56,58 @@ def in_string(token: str, names: list[Name]) -> str:
     return in_code(token, names) if is_path else in_prose(token, names)
 
 
+class Function(NamedTuple):
+    """Of a file: where it is, in lines, and what variables cannot be."""
+
+    first: int
+    last: int
+    name: str
+
+
+def functions_of(tree: ast.AST, inside: str = "") -> list[Function]:
+    """Functions and classes, each before what is inside of it."""
+    found = []
+    for node in ast.iter_child_nodes(tree):
+        name = inside
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = f"{inside}.{node.name}".removeprefix(".")
+            found.append(Function(node.lineno, node.end_lineno or node.lineno, name))
+        found += functions_of(node, name)
+    return found
+
+
+def holds_at(name: Name, row: int, functions: list[Function]) -> bool:
+    return not name.function or any(each.first <= row <= each.last for each in functions if each.name == name.function)
+
+
 def in_python(source: str, names: list[Name]) -> str:
-    new, lines = {name.old: name.new for name in names}, source.splitlines(keepends=True)
+    tree, lines = ast.parse(source), source.splitlines(keepends=True)
+    functions = functions_of(tree)
+    for name in names:
+        if name.function and name.function not in {each.name for each in functions}:
+            raise ValueError(f"there is no {name.function}, of which {name.old} is to be renamed")
+    # Whose parameters these are, the call does not tell: a variable's new name leaves them alone, and attributes.
+    keywords = {(node.lineno, node.col_offset) for node in ast.walk(tree) if isinstance(node, ast.keyword)}
     starts = [0]
     for line in lines:
         starts.append(starts[-1] + len(line))
-    made, at = [], 0
+    made, at, before = [], 0, ""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         begin, end = (starts[row - 1] + column for row, column in (token.start, token.end))
-        if token.type == tokenize.NAME and token.string in new:
-            text = new[token.string]
+        here = [name for name in names if holds_at(name, token.start[0], functions)]
+        text = token.string
+        if token.type == tokenize.NAME:
+            row, column = token.start
+            bound = before == "." or (row, len(lines[row - 1][:column].encode())) in keywords
+            text = next((name.new for name in here if name.old == text and not (name.function and bound)), text)
         elif token.type == tokenize.STRING:
-            text = in_string(token.string, names)
+            text = in_string(text, here)
         elif token.type == tokenize.COMMENT:
-            text = in_prose(token.string, names)
-        else:
-            continue
-        made += [source[at:begin], text]
-        at = end
+            text = in_prose(text, here)
+        before = token.string
+        if text != token.string:
+            made += [source[at:begin], text]
+            at = end
     return "".join([*made, source[at:]])
 
 
@@ -92,7 +129,12 @@ def with_fault(patch: str, path: str) -> str:
 
 def main() -> None:
     rows = [line.split() for line in Path(sys.argv[1]).read_text().splitlines() if line and not line.startswith("#")]
-    names = [Name(row[0], row[1], tuple(row[2:])) for row in rows if "/" not in row[0]]
+    names = []
+    for old, new, *where in rows:
+        if "/" not in old:
+            names += [Name(old, new, (each.split("::")[0],), each.split("::")[1]) for each in where if "::" in each]
+            files = tuple(each for each in where if "::" not in each)
+            names += [Name(old, new, files)] if files or not where else []
     moves = {row[0]: row[1] for row in rows if "/" in row[0]}
     names += [Name(old.removeprefix("fastbert/"), new.removeprefix("fastbert/"), ()) for old, new in moves.items()]
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
