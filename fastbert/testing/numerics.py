@@ -1,4 +1,4 @@
-"""The error rule (docs/design.md, Numerics): a kernel may err about as much as the literal formula in its dtype."""
+"""The error rule (docs/numerics.md): a kernel may err about as much as the literal formula in its dtype."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def sentences(text: str) -> list[str]:
         if item:
             blocks.append([])
         blocks[-1].append(stripped[item.end() :] if item else stripped)
-    found = [sentence.strip() for block in blocks for sentence in END.sub("\0", " ".join(block)).split("\0")]
+    found = [sentence.strip() for block in blocks for sentence in END.sub(r"\g<0>" + "\0", " ".join(block)).split("\0")]
     return [sentence for sentence in found if words(sentence)]
 
 
@@ -63,8 +63,13 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-if __name__ == "__main__":
-    print("| page | words | sentences | words a sentence |\n|---|---|---|---|")
+def main() -> None:
+    sys.stdout.write("| page | words | sentences | words a sentence |\n|---|--:|--:|--:|\n")
     for page in [Path(name).resolve() for name in sys.argv[1:]] or pages():
         counted = of(page)
-        print(f"| {page.relative_to(ROOT)} | {counted.words:,} | {counted.sentences:,} | {counted.mean:.1f} |")
+        row = (str(page.relative_to(ROOT)), f"{counted.words:,}", f"{counted.sentences:,}", f"{counted.mean:.1f}")
+        sys.stdout.write(f"| {' | '.join(row)} |\n")
+
+
+if __name__ == "__main__":
+    main()
