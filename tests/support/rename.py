@@ -136,6 +136,7 @@ def main() -> None:
             files = tuple(each for each in where if "::" not in each)
             names += [Name(old, new, files)] if files or not where else []
     moves = {row[0]: row[1] for row in rows if "/" in row[0]}
+    names.sort(key=lambda name: not name.function)  # a variable's name goes before one that holds in all of a file
     names += [Name(old.removeprefix("fastbert/"), new.removeprefix("fastbert/"), ()) for old, new in moves.items()]
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     kinds = (".py", ".pyi", ".md", ".h", ".cpp", ".cu", ".toml", ".yml", ".patch", "Makefile")
@@ -143,9 +144,14 @@ def main() -> None:
     files = {path: (ROOT / path).read_text() for path in listed if path.endswith(kinds) and path not in kept}
     made = {path: renamed(path, text, names) for path, text in files.items() if not path.endswith(".patch")}
     for patch, text in files.items():
-        if patch.endswith(".patch") and in_prose(text, names) != text:
+        patched = re.findall(r"^\+\+\+ b/(.+)$", text, re.MULTILINE) if patch.endswith(".patch") else []
+        if (
+            any(made[path] != files[path] or path in moves for path in patched)
+            or patched
+            and in_prose(text, names) != text
+        ):
             parts = [text[: HEAD.search(text).start()]]  # type: ignore[union-attr]
-            for path in re.findall(r"^\+\+\+ b/(.+)$", text, re.MULTILINE):
+            for path in patched:
                 new, bad = moves.get(path, path), renamed(path, with_fault(patch, path), names)
                 sides = (made[path].splitlines(keepends=True), bad.splitlines(keepends=True))
                 parts += [f"diff --git a/{new} b/{new}\n", *difflib.unified_diff(*sides, f"a/{new}", f"b/{new}")]
