@@ -145,11 +145,8 @@ def main() -> None:
     made = {path: renamed(path, text, names) for path, text in files.items() if not path.endswith(".patch")}
     for patch, text in files.items():
         patched = re.findall(r"^\+\+\+ b/(.+)$", text, re.MULTILINE) if patch.endswith(".patch") else []
-        if (
-            any(made[path] != files[path] or path in moves for path in patched)
-            or patched
-            and in_prose(text, names) != text
-        ):
+        changed = any(made[path] != files[path] or path in moves for path in patched)
+        if changed or (patched and in_prose(text, names) != text):
             parts = [text[: HEAD.search(text).start()]]  # type: ignore[union-attr]
             for path in patched:
                 new, bad = moves.get(path, path), renamed(path, with_fault(patch, path), names)
