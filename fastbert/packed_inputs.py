@@ -44,7 +44,7 @@ class PackedInputs(Mapping[str, Any]):
         unknown = [name for name in fields if name not in _FIELDS]
         if unknown or "input_ids" not in fields or not isinstance(fields.get("batch"), PackedBatch):
             raise InputError(
-                f"fields {', '.join(map(repr, fields)) or 'of no name'} make no PackedInputs; use fastbert.pack_inputs"
+                f"no PackedInputs can be made of {', '.join(map(repr, fields)) or 'nothing'}: use fastbert.pack_inputs"
             )
         self._fields = dict(fields)
 
@@ -74,8 +74,8 @@ class PackedInputs(Mapping[str, Any]):
     def pop(self, name: str, *default: Any) -> Any:
         """Raises InputError. The Trainer's label smoothing and its compute_loss_func take labels out of a batch."""
         raise InputError(
-            f"a PackedInputs never changes, and {name!r} was to be taken out: use padded batches with label smoothing,"
-            " and with a loss of your own that takes the labels away from the model"
+            f"{name!r} cannot be taken out of a PackedInputs, which never changes: use padded batches with label"
+            " smoothing, or with a loss of your own that takes the labels out of the batch"
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedInputs:
@@ -153,7 +153,7 @@ class ModelInputs(NamedTuple):
         if not isinstance(packed, PackedInputs):
             return self
         if any(value is not None for value in others):
-            raise InputError("a PackedInputs is all of a batch: give the rest of it to fastbert.pack_inputs")
+            raise InputError("a PackedInputs is all of a batch: give the other arguments to fastbert.pack_inputs")
         return ModelInputs(**{name: packed[name] for name in _ENCODER_FIELDS if name in packed})
 
 

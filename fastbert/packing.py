@@ -60,7 +60,9 @@ def checks_values() -> bool:
 
 def _refuse_batched(name: str, t: torch.Tensor) -> None:
     if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(t):
-        raise InputError(f"{name} is batched by vmap; how many tokens are packed must not depend on the sample")
+        raise InputError(
+            f"{name} is batched by vmap; it says how many tokens are packed, so it must be the same for all samples"
+        )
 
 
 class IdRange(NamedTuple):
@@ -183,7 +185,10 @@ class PackedBatch:
     def with_slack(self, total_tokens: int, batch_size: int, labelled: int, max_seqlen: int) -> PackedBatch:
         """The same batch with slack behind it, as `PackedInputs.with_slack` says; raises InputError."""
         if self.seqlen is not None or self.indices is not None:
-            raise InputError("a batch with padded outputs takes no slack: make it from lists, or padded_outputs=False")
+            raise InputError(
+                "a batch with padded outputs takes no padding rows behind it: make it from lists, or with"
+                " padded_outputs=False"
+            )
         kept = self.labelled
         sizes = {
             "total_tokens": (self.total_tokens, total_tokens),
@@ -192,12 +197,12 @@ class PackedBatch:
         } | ({} if kept is None else {"labelled": (len(kept), labelled)})
         for name, (found, limit) in sizes.items():
             if found > limit:
-                raise InputError(f"the batch does not fit: its {name} is {found}, and that of its bucket {limit}")
+                raise InputError(f"the batch does not fit: its {name} is {found}, and it is to be padded to {limit}")
         if kept is not None and len(kept) < labelled:
             if total_tokens == self.total_tokens:
                 raise InputError(
-                    f"{labelled - len(kept)} of {labelled} labelled are to be slack, which needs a token of slack;"
-                    f" total_tokens is {total_tokens}, all of them real"
+                    f"{labelled - len(kept)} of {labelled} labelled are to be padding rows, and total_tokens is"
+                    f" {total_tokens}, all of them real: it must be larger"
                 )
             kept = torch.cat([kept, kept.new_full((labelled - len(kept),), total_tokens - 1)])
         ends = self.cu_seqlens[-1:].expand(batch_size - self.batch_size)

@@ -58,7 +58,10 @@ def accelerate(hf_model: M, *, spans_over_real_tokens: bool = False) -> M:
         _check_spans(hf_model, heads)
     expanders = [module for module in modules.values() if is_expander(module)]
     if any(reads_masked_tokens(module) and not is_free(module) for module in expanders):
-        raise ValueError("the forward of a Transformer that expands queries has been replaced: accelerate before that")
+        raise ValueError(
+            "the forward of a Transformer that expands queries has been replaced by other code: call"
+            " fastbert.accelerate before that code"
+        )
     reasons, others = list[str](), tuple[str, ...]()
     for path, module in modules.items():
         label = f"{path} ({type(module).__name__})" if path else type(module).__name__
@@ -149,7 +152,10 @@ def _told_by(family: Family, heads: _Heads, spans_over_real_tokens: bool) -> _He
 def _heads_unsupported(family: Family, heads: _Heads, spans_over_real_tokens: bool) -> str | None:
     for parent, _, head in _told_by(family, heads, spans_over_real_tokens):
         if not is_free(parent):
-            return f"the forward of its {head} has been replaced already: accelerate before that"
+            return (
+                f"the forward of its {head} has been replaced already by other code: call fastbert.accelerate before"
+                " that code"
+            )
     return None
 
 

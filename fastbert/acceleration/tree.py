@@ -55,9 +55,9 @@ class LiveTree(Tree):
 
     def layers_unsupported(self) -> str | None:
         if self.sharded:
-            return "parts of it are sharded"
+            return "its weights are sharded over processes, as FSDP does"
         if any([_is_checkpointed(get_leaf(self.root, path)) for path in self.config.layer_paths]):
-            return "each layer is checkpointed by itself"
+            return "gradient checkpointing is on, which calls each layer by itself"
         return None
 
     def run_layer(
@@ -145,7 +145,7 @@ def _leaf_unsupported(
     if isinstance(table := held[-1], nn.Embedding):
         fingerprint.hold(table.__dict__, "scale_grad_by_freq")
         if table.scale_grad_by_freq:
-            return f"{path}'s gradient goes by how often a row is looked up, padding included"
+            return f"{path} has scale_grad_by_freq=True: its gradient depends on how often padding is looked up"
     return None
 
 
@@ -193,9 +193,9 @@ def _count_unsupported(root: Any, config: EncoderConfig, fingerprint: ModuleFing
         return None
     fingerprint.hold(vars(root.config), "num_hidden_layers")
     count = root.config.num_hidden_layers
-    return (
-        f"its config counts {count} layers of {config.num_hidden_layers}" if count < config.num_hidden_layers else None
-    )
+    if count >= (before := config.num_hidden_layers):
+        return None
+    return f"its config's num_hidden_layers is {count}; when the model was accelerated it was {before}"
 
 
 def _has_hooks(module: nn.Module) -> bool:

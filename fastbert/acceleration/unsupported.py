@@ -39,7 +39,7 @@ def call_unsupported(module: Any, plan: PackedPlan, tables: TableSizes, given: d
     tensors = {name: given[name] for name in TENSORS if given.get(name) is not None}
     for name, t in tensors.items():
         if type(t) not in (torch.Tensor, nn.Parameter) or t.device.type == "meta":
-            return f"{name} is no ordinary tensor"
+            return f"{name} is a {type(t).__name__} on {t.device}; fastbert packs plain tensors that hold values"
     grid: tuple[int, ...] = next((tensors[n].shape[:2] for n in ("input_ids", "inputs_embeds") if n in tensors), ())
     if len(grid) != 2 or 0 in grid:
         return "the batch is empty" if 0 in grid else None
@@ -50,7 +50,10 @@ def call_unsupported(module: Any, plan: PackedPlan, tables: TableSizes, given: d
     counted = plan.family.positions_from_ids and "position_ids" not in tensors
     limit = tables.longest(plan.config)
     if counted and limit is not None and grid[-1] > limit:
-        return "the batch is wider than the position table: transformers lets padding be out there"
+        return (
+            f"the batch has {grid[-1]} columns, and the position table places for {limit} tokens: transformers allows"
+            " padding beyond them"
+        )
     mask = tensors.get("attention_mask")
     if mask is None or plan.reads == "tokens":
         return None
@@ -73,7 +76,7 @@ def _config_unsupported(config: Any, plan: PackedPlan, options: dict) -> str | N
     if causal or attention not in _ATTENTION:
         return "its config asks for causal attention, or for an implementation that fastbert does not know"
     if not isinstance(options["output_hidden_states"], bool | None):
-        return "output_hidden_states selects some of them"
+        return "output_hidden_states selects some layers; fastbert gives those of all layers, or none"
     if options["output_hidden_states"] and live.get("tie_last_hidden_states") is False:
         return "its config asks for the last hidden state as it is before the final norm"
     distances = plan.config.distances

@@ -207,7 +207,7 @@ class Run:
         rounds = [answer["gflops"] for answer in answers.pop(CEILING) if "gflops" in answer]
         ceiling = ceiling_of(rounds) if CEILING not in failures else None
         if CEILING in failures:
-            self.say(f"warning: no ceiling for {precision}: {failures[CEILING]}")
+            self.say(f"warning: the best {precision} matrix product was not measured: {failures[CEILING]}")
         for name, given in answers.items():
             results[name] |= (
                 {"failed": failures[name]}

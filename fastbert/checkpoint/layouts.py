@@ -39,7 +39,7 @@ def to_tree(weights: Mapping[str, torch.Tensor], config: EncoderConfig) -> Weigh
             shares = rule.shares_of(config)
             if not t.dim() or t.shape[0] % sum(shares):
                 parts = f"{len(names)} equal parts" if rule.shares is None else f"parts of {_as_ratio(shares)}"
-                raise CheckpointError(f"{key} has shape {tuple(t.shape)}; its rows are to be {parts}: {names}")
+                raise CheckpointError(f"{key} has shape {tuple(t.shape)}; its rows must divide into {parts}: {names}")
             unit = t.shape[0] // sum(shares)
             made |= dict(zip(names, t.split([unit * share for share in shares]), strict=True))
     for rule in files:
@@ -76,8 +76,8 @@ def _merged(parts: list[torch.Tensor], name: str, shares: tuple[int, ...]) -> to
     rows = [part.shape[0] if part.dim() else 0 for part in parts]
     if len(forms) > 1 or any(n * shares[0] != rows[0] * share for n, share in zip(rows, shares, strict=True)):
         kinds = sorted({f"{tuple(part.shape)} {part.dtype}" for part in parts})
-        form = "one form" if len(set(shares)) == 1 else f"rows of {_as_ratio(shares)}"
-        raise CheckpointError(f"{name} is one tensor in files, and what it is made of has not {form}: {kinds}")
+        form = "shapes and dtypes that are alike" if len(set(shares)) == 1 else f"rows in the ratio {_as_ratio(shares)}"
+        raise CheckpointError(f"{name} is one tensor in files, so its parts must have {form}; they are {kinds}")
     return torch.cat(parts)
 
 
@@ -96,4 +96,6 @@ def _parts(key: str, rule: Split) -> list[str]:
 def _check_parts(weights: Weights, rule: Split) -> None:
     for key in weights:
         if absent := [part for part in _parts(key, rule) if part not in weights]:
-            raise CheckpointError(f"{key} is there, but not {', '.join(absent)}: files have them as one, {rule.old}")
+            raise CheckpointError(
+                f"{key} is there, but not {', '.join(absent)}: files have them as one tensor, {rule.old}"
+            )

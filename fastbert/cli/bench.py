@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastbert.cli.parser import UsageError, add_command, add_delimiter_option, positive
+from fastbert.cli.parser import Parser, UsageError, add_command, add_delimiter_option, positive
 from fastbert.cli.stopping import raise_if_stopped, say
 from fastbert.data.text_files import TEXT_KINDS, check_source, read_texts
 from fastbert.errors import TextFileError
@@ -64,12 +64,19 @@ def add(commands: Any) -> None:
         metavar="W,W",
         help="1x16, 1x128, 8x128, 4x512, 32-ragged, 1x8192; default: all that the model has positions for",
     )
-    parser.add_argument("--contestants", metavar="C,C", default="all", help="who competes; default: all")
+    parser.add_argument("--contestants", metavar="C,C", default="all", help="which engines are timed; default: all")
     parser.add_argument(
-        "--rounds", metavar="N", type=positive, help=f"turns (default {ROUNDS}; with --corpus {CORPUS_ROUNDS} passes)"
+        "--rounds",
+        metavar="N",
+        type=positive,
+        help=f"how often each contestant is timed (default {ROUNDS}; with --corpus {CORPUS_ROUNDS})",
     )
-    parser.add_argument("--restarts", metavar="N", type=positive, default=1, help="starts a contestant (default 1)")
-    parser.add_argument("--threads", metavar="N", type=_threads, help="of a process; default: all, one a core")
+    parser.add_argument(
+        "--restarts", metavar="N", type=positive, default=1, help="how often each contestant is started (default 1)"
+    )
+    parser.add_argument(
+        "--threads", metavar="N", type=_threads, help="threads of each process; default: all, one for each core"
+    )
     parser.add_argument(
         "--output",
         metavar="DIR",
@@ -77,6 +84,11 @@ def add(commands: Any) -> None:
         help="folder for results.json, .md and .png; with --latency and --corpus latency.* and corpus.*",
     )
     parser.add_argument("--resume", action="store_true", help="keep what an interrupted run left in DIR")
+    _add_texts(parser)
+
+
+def _add_texts(parser: Parser) -> None:
+    """The options of --latency and --corpus."""
     parser.add_argument("--latency", action="store_true", help="time calls with one text")
     parser.add_argument(
         "--lengths",
@@ -84,7 +96,9 @@ def add(commands: Any) -> None:
         help="with --latency: tokens of a text; default: 8, 16, 32, 64, 128, 250 and 512"
         " as far as the model takes them",
     )
-    parser.add_argument("--processes", metavar="N", type=positive, help="with --latency: of a contestant, at once")
+    parser.add_argument(
+        "--processes", metavar="N", type=positive, help="with --latency: processes of a contestant that run at once"
+    )
     parser.add_argument(
         "--corpus", metavar="FILE", type=Path, help=f"time the vectors of the texts of a file: {TEXT_KINDS}"
     )

@@ -44,7 +44,7 @@ def add(commands: Any) -> None:
         "--output", metavar="OUT", type=Path, default=STDOUT, help="a .jsonl, a .parquet, or - (default)"
     )
     parser.add_argument("--all", action="store_true", help="the probabilities of all labels, in a column each")
-    add_windows_option(parser, "texts longer than the model takes are labelled by all their windows", AGGREGATES)
+    add_windows_option(parser, "texts longer than the model takes are labelled by all their chunks", AGGREGATES)
     add_running_options(parser)
     parser.add_argument("--force", action="store_true", help="replace OUT")
 

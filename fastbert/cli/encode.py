@@ -71,7 +71,7 @@ def add(commands: Any) -> None:
         required=True,
         help="where the vectors go: a .npy, .parquet, .jsonl, or -; a folder or a URL with --engine ray",
     )
-    add_windows_option(parser, "texts longer than the model takes have a vector of all their windows")
+    add_windows_option(parser, "texts longer than the model takes have one vector of all their chunks")
     parser.add_argument(
         "--chunks",
         action="store_true",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -26,9 +26,29 @@ class UsageError(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, and which names the option that was probably meant."""
+    """A parser whose errors are one line, and which names the option that was probably meant. Its help has what must be
+    given first, in the usage and in a section of its own.
+    """
 
     model: argparse.Action | None = None  # MODEL, for which --model may stand
+
+    def __init__(self, *args: Any, **others: Any):
+        super().__init__(*args, **others)
+        self.required = self._positionals
+        self.required.title = "required"
+
+    def _add_action(self, action):
+        if not action.required:
+            return super()._add_action(action)
+        self._positionals._add_action(action)
+        return action
+
+    def format_help(self) -> str:
+        if self.usage is None:  # argparse's own has all options, and those that are required among the others
+            # MODEL and FILE go before options that take several values.
+            needed = sorted(self.required._group_actions, key=lambda action: bool(action.option_strings))
+            self.usage = " ".join([self.prog, *map(_usage_of, needed), "[options]"])
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (`{self.prog} --help` explains)")
@@ -62,6 +82,23 @@ class Parser(argparse.ArgumentParser):
         if self.model is not None and self.model not in self._actions:
             hint = "; MODEL is given by --model: name it once"
         self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+
+
+def _usage_of(action: argparse.Action) -> str:
+    values = f"{action.metavar} [{action.metavar} ...]" if action.nargs == "+" else f"{action.metavar}"
+    return " ".join([*action.option_strings[:1], values])
+
+
+def add_commands(parser: Parser, headings: Mapping[str, Sequence[Any]]) -> None:
+    """The commands of each heading's modules, below it in the help."""
+    # Its own list has all commands under one heading.
+    commands = parser.add_subparsers(prog=parser.prog, metavar="COMMAND", help=argparse.SUPPRESS)
+    for heading, modules in headings.items():
+        section, before = parser.add_argument_group(heading), len(commands._choices_actions)
+        for module in modules:
+            module.add(commands)
+        section._group_actions += commands._choices_actions[before:]
+    parser._action_groups.sort(key=lambda group: group is parser._optionals)  # -h and -V go last
 
 
 def add_command(
@@ -107,9 +144,7 @@ def add_source(parser: Parser) -> None:
 
 
 def add_column_option(parser: Parser) -> None:
-    parser.add_argument(
-        "--column", metavar="NAME", help="the column that holds the texts; JSON lines on standard input"
-    )
+    parser.add_argument("--column", metavar="NAME", help="the column that holds the texts; with -, JSON lines are read")
     add_delimiter_option(parser)
 
 
@@ -150,11 +185,11 @@ def add_windows_option(parser: Parser, what: str, aggregates: Sequence[str] = ()
         metavar="KEY=VALUE",
         nargs="*",
         type=_key_and_value,
-        help=f"{what}: windows of length=N tokens, that overlap=N, pool=mean, max, top3 or first, limit=N, and end"
-        " at=tokens or at=sentences; what is not said is the model's",
+        help=f"{what}. Chunks have length=N tokens, overlap=N, and end at=tokens or at=sentences; pool=mean, max, top3"
+        " or first combines them; limit=N is the most that a text may have. What is left out is the model's own",
     )
     if aggregates:
-        parser.add_argument("--aggregate", choices=aggregates, help="what of a text's windows is combined")
+        parser.add_argument("--aggregate", choices=aggregates, help="which values of a text's chunks are combined")
 
 
 def _key_and_value(word: str) -> tuple[str, Any]:

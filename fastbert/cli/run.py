@@ -12,28 +12,17 @@ import warnings
 
 from fastbert.cli import bench, build, classify, doctor, encode, fill_mask, quantize, search, serve
 from fastbert.cli.models import compare, info, inspect
-from fastbert.cli.parser import A_MODEL, Parser, UsageError
+from fastbert.cli.parser import A_MODEL, Parser, UsageError, add_commands
 from fastbert.cli.stopping import BROKEN_PIPE, USER_ERROR, discard, say
 from fastbert.cli.training import finetune, predict, pretrain
 from fastbert.version import __version__
 
-COMMANDS = (
-    encode,
-    search,
-    classify,
-    fill_mask,
-    serve,
-    finetune,
-    predict,
-    pretrain,
-    quantize,
-    info,
-    inspect,
-    compare,
-    doctor,
-    build,
-    bench,
-)
+COMMANDS = {
+    "use a model": (encode, search, classify, fill_mask, inspect),
+    "train": (finetune, predict, pretrain),
+    "serve": (serve,),
+    "measure and set up": (info, compare, bench, quantize, doctor, build),
+}
 
 # The errors that a user can mend, by their modules below fastbert.
 USER_ERRORS = {
@@ -50,14 +39,13 @@ USER_ERRORS = {
 def make_parser() -> Parser:
     parser = Parser(
         prog="fastbert",
+        usage="fastbert COMMAND ...",
         description="Runs BERT encoders: turns texts into vectors, searches, ranks and classifies them.",
         epilog=f"`fastbert COMMAND --help` explains a command and gives an example. MODEL is {A_MODEL};"
         " --model M stands for it in every command.",
     )
     parser.add_argument("-V", "--version", action="version", version=f"fastbert {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in COMMANDS:
-        command.add(commands)
+    add_commands(parser, COMMANDS)
     return parser
 
 

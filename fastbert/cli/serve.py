@@ -48,28 +48,42 @@ def add_computing(parser: argparse.ArgumentParser) -> None:
         "--threads",
         metavar="N",
         type=positive,
-        help="that compute (default: one a core, or OMP_NUM_THREADS)",
+        help="threads that compute (default: one for each core, or OMP_NUM_THREADS)",
     )
     parser.add_argument("--auto-truncate", action="store_true", help="cut long texts where a request does not say")
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-batch-tokens", metavar="N", type=positive, help="tokens computed at a time")
+    parser.add_argument(
+        "--max-batch-tokens", metavar="N", type=positive, help="how many tokens are computed at a time, at most"
+    )
     parser.add_argument(
         "--max-concurrent-requests",
         metavar="N",
         type=positive,
         default=512,
-        help="more are refused with 429 (default 512)",
+        help="how many requests may wait or run; more are refused with status 429 (default 512)",
     )
     parser.add_argument(
-        "--max-client-batch-size", metavar="N", type=positive, default=32, help="texts in a request (default 32)"
+        "--max-client-batch-size",
+        metavar="N",
+        type=positive,
+        default=32,
+        help="how many texts a request may have (default 32)",
     )
     parser.add_argument(
-        "--max-request-tokens", metavar="N", type=positive, default=300_000, help="of all its texts (default 300,000)"
+        "--max-request-tokens",
+        metavar="N",
+        type=positive,
+        default=300_000,
+        help="how many tokens the texts of a request may have together (default 300,000)",
     )
     parser.add_argument(
-        "--payload-limit", metavar="BYTES", type=positive, default=2_000_000, help="of a request (default 2,000,000)"
+        "--payload-limit",
+        metavar="BYTES",
+        type=positive,
+        default=2_000_000,
+        help="how many bytes the body of a request may have (default 2,000,000)",
     )
     parser.add_argument(
         "--timeout", metavar="S", type=positive, default=60, help="seconds that a request may take (default 60)"
@@ -78,7 +92,9 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
 
 def add_http(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default=LOCAL, help=f"the address to listen at (default {LOCAL}: this machine only)")
-    parser.add_argument("--port", type=port, default=PORT, help=f"default {PORT}; 0 takes a free one")
+    parser.add_argument(
+        "--port", type=port, default=PORT, help=f"the port to listen at (default {PORT}); 0: a free one"
+    )
     parser.add_argument(
         "--access-log", choices=("text", "json"), help="a line on stdout for each request, not for errors alone"
     )
@@ -91,7 +107,12 @@ def add_http(parser: argparse.ArgumentParser) -> None:
         dest="cors_origins",
         help="whose web pages may use the server, such as https://example.org, or *; may stand several times",
     )
-    parser.add_argument("--root-path", metavar="PATH", type=root_path, help="what a proxy takes off the paths")
+    parser.add_argument(
+        "--root-path",
+        metavar="PATH",
+        type=root_path,
+        help="the beginning of the path that a proxy in front takes off, such as /models",
+    )
     parser.add_argument("--ssl-certfile", metavar="FILE", help="serve by TLS, with this certificate in PEM")
     parser.add_argument("--ssl-keyfile", metavar="FILE", help="its key, if that is in a file of its own")
     parser.add_argument(

@@ -189,11 +189,11 @@ class GraphedEncoder:
         if (reason := self._graphs.unsupported(device)) is not None:
             return reason
         if torch.is_autocast_enabled("cuda"):
-            return "autocast keeps copies of weights that a graph would outlive"
+            return "autocast is on: it frees its copies of weights, which a graph would go on reading"
         heads = model.config.num_attention_heads
         probe = torch.empty(2, heads, model.config.hidden_size // heads, device=device, dtype=model.dtype)
         if first_to_serve("attention", probe, probe, probe) in (None, Backend.TORCH):
-            return "attention runs in torch, which asks the host for the lengths"
+            return "attention runs on the torch backend, which needs the lengths of sequences on the host"
         return None
 
     def _tree_unsupported(self) -> str | None:

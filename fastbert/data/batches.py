@@ -133,7 +133,10 @@ class StepSampler(Sampler[list[int]]):
         parts: int = 1,
     ):
         if not 0 <= rank < world_size or parts < 1:
-            raise InputError(f"rank {rank} of {world_size} with {parts} parts: ranks go from 0, parts from 1")
+            raise InputError(
+                f"rank is {rank} of world_size {world_size}, and parts is {parts}: rank must be from 0 to world_size -"
+                " 1, and parts at least 1"
+            )
         self.steps, self.hidden_size, self.epoch, self.start_step = steps, hidden_size, epoch, start_step
         self.rank, self.world_size, self.parts = rank, world_size, parts
         self.plan = steps.of_epoch(epoch)

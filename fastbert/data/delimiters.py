@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fastbert.errors import TextFileError
 
-HELP = "what is between the fields of a .csv or a .tsv: one character, or tab; by default its first lines say it"
+HELP = "the character between the fields of a .csv or a .tsv, or tab; by default it is found from the first lines"
 MAX_LINE_BYTES = 16 << 20  # a longer line is taken for a binary file, and never read into memory
 KINDS = (".csv", ".tsv")
 _DELIMITERS = ",;\t|"  # of what spreadsheets write into a .csv

@@ -59,7 +59,7 @@ def _unsupported(root: nn.Module, snapshot: Snapshot) -> str | None:
     if root.training:
         return "the model is in training mode"
     if snapshot.sharded:
-        return "parts of it are sharded"
+        return "its weights are sharded over processes, as FSDP does"
     if config.distances is not None:
         return "layers go by the distances of tokens, whose tables are made for each batch"
     if names.project is not None or names.token_dropout is not None or names.task_type is not None:

@@ -68,7 +68,9 @@ def _scores(target: Target | int, output: ModelOutput, cu_seqlens: torch.Tensor)
     found = (label(target) if isinstance(target, int) else target)(output, cu_seqlens.long())
     texts = cu_seqlens.shape[0] - 1
     if found.shape != (texts,):
-        raise InputError(f"the target gives shape {tuple(found.shape)} for {texts} texts: one number each")
+        raise InputError(
+            f"target gives shape {tuple(found.shape)} for {texts} texts; it must be ({texts},), a number for each text"
+        )
     return found
 
 

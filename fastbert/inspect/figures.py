@@ -26,7 +26,7 @@ def draw_attention(path: str | os.PathLike[str], tokens: Sequence[str], maps: At
         raise ValueError(f"{path}: the name must end in .png or .svg")
     weights = maps[text].cpu()
     if weights.shape[-1] != len(tokens) or not tokens:
-        raise ValueError(f"{len(tokens)} tokens for a text of {weights.shape[-1]}")
+        raise ValueError(f"tokens has {len(tokens)} entries; the text has {weights.shape[-1]} tokens")
     rows, columns = len(maps.layers), len(maps.heads)
     size = max(0.9, 6.0 / max(rows, columns))
     figure = Figure(figsize=(1.2 + size * columns, 1.0 + size * rows), layout="constrained")

@@ -41,7 +41,7 @@ class Page:
         Raises ValueError: as many tokens as the text does not have.
         """
         if not tokens or maps[text].shape[-1] != len(tokens):
-            raise ValueError(f"{len(tokens)} tokens for a text of {maps[text].shape[-1]}")
+            raise ValueError(f"tokens has {len(tokens)} entries; the text has {maps[text].shape[-1]} tokens")
         weights = maps[text].reshape(-1, len(tokens), len(tokens)).float().cpu()
         are_shares = torch.allclose(weights.sum(-1), torch.ones(()), atol=1e-2)
         scale = 1.0 if are_shares else max(float(weights.max()), torch.finfo(torch.float32).tiny)
@@ -65,7 +65,7 @@ class Page:
         Raises ValueError: as many tokens as the text does not have.
         """
         if len(tokens) != len(found.scores):
-            raise ValueError(f"{len(tokens)} tokens for a text of {len(found.scores)}")
+            raise ValueError(f"tokens has {len(tokens)} entries; the text has {len(found.scores)} tokens")
         note = (
             f"Integrated gradients. The number is {found.value:.3g} for the text and {found.baseline_value:.3g} for the"
             f" baseline; the tokens' shares miss {found.completeness_error:.1%} of the difference."
@@ -105,7 +105,10 @@ class Page:
         Raises ValueError: other numbers of them.
         """
         if points.shape != (len(labels), 2) or len(groups) != len(labels):
-            raise ValueError(f"{len(labels)} labels and {len(groups)} groups for points of {tuple(points.shape)}")
+            raise ValueError(
+                f"points has shape {tuple(points.shape)}; it must be (n, 2) with n labels, here {len(labels)}, and n"
+                f" groups, here {len(groups)}"
+            )
         view = {"kind": "scatter", "title": title, "note": note, "labels": list(labels), "groups": list(groups)}
         self.views.append(view | {"points": [[round(x, 4) for x in point] for point in points.tolist()]})
 

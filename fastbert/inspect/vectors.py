@@ -106,7 +106,10 @@ def linear_probe(vectors: torch.Tensor, labels: Sequence[Hashable], folds: int =
     counts = Counter(labels)
     rarest, count = min(counts.items(), key=lambda item: item[1]) if counts else (None, 0)
     if count < folds or len(counts) < 2:
-        raise ValueError(f"label {rarest!r} has {count} vectors: {folds} parts need {folds} of each of two labels")
+        raise ValueError(
+            f"label {rarest!r} has {count} vectors; cross-validation in {folds} folds needs two labels or more, each"
+            f" with at least {folds} vectors"
+        )
     names = [str(label) for label in labels]
     parts = StratifiedKFold(folds, shuffle=True, random_state=0)
     model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))

@@ -200,7 +200,7 @@ def _check_values(given: ModelInputs, tables: TableSizes) -> tuple[torch.Tensor,
     input_ids, inputs_embeds, batch = given.input_ids, given.inputs_embeds, given.batch
     check_tensors(given.tensors())
     if batch is not None and not isinstance(batch, PackedBatch):
-        raise InputError(f"batch is a {type(batch).__name__}; it must be that of a PackedInputs")
+        raise InputError(f"batch is a {type(batch).__name__}; it must be the PackedBatch of a PackedInputs")
     if (input_ids is None) == (inputs_embeds is None):
         raise InputError("give exactly one of input_ids and inputs_embeds")
     values: Any = input_ids if input_ids is not None else inputs_embeds  # one of them is there
@@ -268,15 +268,15 @@ def _refuse_recording(is_padded: bool) -> None:
     """Raise InputError where a recorded graph would hold one batch's packing, and give wrong numbers for the next."""
     if torch.jit.is_tracing():
         raise InputError(
-            "torch.jit.trace would record which tokens of this batch are real, and pack all others alike; torch.compile"
-            " runs this model, torch.export records its encode_packed, and padded batches are recorded as transformers'"
-            " own code: install transformers"
+            "torch.jit.trace would record which tokens of this batch are real, and take the same ones of every other"
+            " batch: install transformers, whose own code is then recorded for padded batches, or use torch.compile, or"
+            " torch.export of encode_packed"
         )
     # torch 2.11 says of torch.compile, too, that it exports.
     if is_padded and torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
         raise InputError(
-            "torch.export cannot record how a mask packs a batch; it records encode_packed, and padded batches as"
-            " transformers' own code: install transformers"
+            "torch.export cannot record how a mask packs a batch: install transformers, whose own code is then recorded"
+            " for padded batches, or export encode_packed"
         )
 
 
@@ -296,8 +296,9 @@ def _check_masked(config: EncoderConfig, batch: PackedBatch) -> None:
     masked = (batch.bounds or {}).get(MASKED_IDS)
     if masked is not None and masked != (config.padding_idx, config.padding_idx):
         raise InputError(
-            f"ids {masked[0]} to {masked[1]} are masked before other tokens; {config.model_type} counts positions from"
-            f" all ids but {config.padding_idx}: give position_ids to fastbert.pack_inputs"
+            f"attention_mask leaves out ids {masked[0]} to {masked[1]} in front of other tokens, and"
+            f" {config.model_type} counts positions over all ids but {config.padding_idx}: give position_ids to"
+            " fastbert.pack_inputs"
         )
 
 

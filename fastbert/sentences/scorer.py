@@ -81,7 +81,9 @@ class SequenceScorer(TextModel):
         """
         made, windows, aggregate = self._windows_of(inputs, options)
         if aggregate == "vectors":
-            raise InputError("aggregate='vectors' gives windows no scores, of which one could be the best")
+            raise InputError(
+                "aggregate='vectors' gives chunks no scores, so that none is the best: use 'probabilities' or 'logits'"
+            )
 
         def finish(logits: np.ndarray) -> tuple[torch.Tensor, list[tuple[int, int]]]:
             best = [one[logits[one, 0].argmax()] for one in made.of_texts]

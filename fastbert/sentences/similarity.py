@@ -127,7 +127,10 @@ def in_precision(vectors: np.ndarray, precision: str) -> np.ndarray:
         bits = np.packbits(vectors > 0, axis=-1)
         return bits if precision == "ubinary" else (bits - 128).astype(np.int8)
     if len(vectors) == 1:
-        raise InputError(f"precision {precision!r} goes by the range of many vectors, and there is one")
+        raise InputError(
+            f"precision {precision!r} goes by the range of many vectors, and there is one: encode many texts at once,"
+            " or use 'float32' or 'binary'"
+        )
     if not len(vectors):
         return np.zeros(vectors.shape, np.dtype(precision))
     low = vectors.min(axis=0)

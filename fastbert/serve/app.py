@@ -160,7 +160,7 @@ class Server:
         self.limits.check_count("inputs", asked.inputs, width=width)
         options = self._options(asked.windows, self.prompt(asked.prompt_name))
         if options.windows is not None and isinstance(asked.inputs, schemas.Ids):
-            raise RequestError("validation", "windows: they are of texts, and inputs are token ids")
+            raise RequestError("validation", "windows: chunks are of texts, and inputs are token ids: leave it out")
         rows = await self._rows("inputs", asked.inputs, asked, options)
         return encoded(finished(rows, asked.dimensions, asked.normalize), asked.encoding_format)
 
@@ -174,7 +174,7 @@ class Server:
 
     async def chunks(self, asked: schemas.ChunksRequest) -> Any:
         if asked.windows is False:
-            raise RequestError("validation", "windows: chunks are windows: it is true, or an object")
+            raise RequestError("validation", "windows: it is false; for chunks it must be true, an object or absent")
         inputs, width = asked.inputs, self.width(asked.dimensions)
         options = self._options(asked.windows, self.prompt(asked.prompt_name), base=CHUNKS)
         made = await self._run_job(

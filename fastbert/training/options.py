@@ -39,7 +39,7 @@ class RunOptions:
     output: str = option("", "the folder of the run: model, metrics, chart, log and checkpoints")
     resume: bool = option(False, "go on with the run in --output")
     dry_run: bool = option(False, "show some examples as the model gets them, and train nothing")
-    seed: int = option(42, "of the order of examples, masks, dropout and new weights")
+    seed: int = option(42, "seed of the order of examples, of masks, dropout and new weights")
     delimiter: str = option("", delimiters.HELP, group="task")
 
     steps: int = option(0, "steps of the optimizer; 0: as --epochs says", group="length")
@@ -51,16 +51,16 @@ class RunOptions:
         0, "tokens of a step over all ranks, at most; 0: --batch-size times --max-length", group="length"
     )
     accumulation: int = option(
-        1, "batches that a rank makes of its share of a step, one after the other", group="length"
+        1, "how many batches a rank makes of its share of a step, one after the other", group="length"
     )
     max_length: int = option(
-        128, "tokens of an example, special ones included; longer ones are cut, or windowed", group="length"
+        128, "tokens of an example, special ones included; longer ones are cut, or read in chunks", group="length"
     )
     group_by_length: bool = option(False, "examples of a step are of similar length", group="length")
 
-    learning_rate: float = option(5e-5, "the highest of the run", group="optimizer")
+    learning_rate: float = option(5e-5, "the highest learning rate of the run", group="optimizer")
     optimizer: str = option("adamw", "what makes the steps", choices=("adamw", "lamb"), group="optimizer")
-    weight_decay: float = option(0.01, "of matrices and tables", group="optimizer")
+    weight_decay: float = option(0.01, "weight decay of matrices and tables", group="optimizer")
     layer_decay: float = option(1.0, "a layer's learning rate, by that of the layer above it", group="optimizer")
     beta1: float = option(0.9, "decay of Adam's mean of the gradients", group="optimizer")
     beta2: float = option(0.999, "decay of Adam's mean of their squares", group="optimizer")
@@ -74,7 +74,9 @@ class RunOptions:
     warmup: float = option(
         0.1, "steps in which the learning rate goes up; below 1: a share of all steps", group="optimizer"
     )
-    max_norm: float = option(1.0, "gradients longer than that are shortened; 0: not", group="optimizer")
+    max_norm: float = option(
+        1.0, "gradients with a larger norm are scaled down to this one; 0: no clipping", group="optimizer"
+    )
 
     precision: str = option(
         "auto",
@@ -134,7 +136,10 @@ class FinetuneOptions(RunOptions):
     command: ClassVar[str] = "finetune"
 
     task: str = option(
-        "classification", "what is learnt", choices=("classification", "tokens", "qa", "embedding"), group="task"
+        "classification",
+        "what the model learns to do",
+        choices=("classification", "tokens", "qa", "embedding"),
+        group="task",
     )
     model: str = option("", "a folder, a hub id, or all-MiniLM-L6-v2", group="task")
     train: tuple[str, ...] = option((), "files to learn from, or a data set of the hub", group="task")
@@ -161,16 +166,17 @@ class FinetuneOptions(RunOptions):
     )
     windows: bool = option(
         False,
-        "classification: a text longer than --max-length is read in windows, each of which learns its label; what is"
-        " said of it is the mean of theirs",
+        "classification: a text longer than --max-length is read in chunks, each of which learns its label; its answer"
+        " is the mean of theirs",
         group="task",
     )
     doc_stride: int = option(
-        0, "tokens by which the windows of a long text overlap; 0: a quarter of --max-length", group="task"
+        0, "tokens by which the chunks of a long text overlap; 0: a quarter of --max-length", group="task"
     )
     lora_rank: int = option(
         0,
-        "train adapters of so many directions alone (LoRA, by PEFT): merged into the saved model, and kept in adapter/",
+        "train only LoRA adapters of this rank (by PEFT), merged into the saved model and kept in adapter/; 0: all"
+        " weights",
         group="task",
     )
     lora_alpha: int = option(16, "what adapters add is multiplied by this / lora_rank", group="task")
@@ -208,18 +214,22 @@ class PretrainOptions(RunOptions):
     command: ClassVar[str] = "pretrain"
 
     objective: str = option(
-        "mlm", "what is learnt", choices=("mlm", "mlm+nsp", "mlm+sop", "rtd", "distil"), group="task"
+        "mlm",
+        "what the model learns; mlm: masked tokens; +nsp, +sop: also how two sentences follow each other; rtd: which"
+        " tokens were replaced; distil: what --teacher computes",
+        choices=("mlm", "mlm+nsp", "mlm+sop", "rtd", "distil"),
+        group="task",
     )
     train: tuple[str, ...] = option((), "files of text to learn from, or a data set of the hub", group="task")
     eval: tuple[str, ...] = option((), "files to judge by; without them only the loss is known", group="task")
     model: str = option("", "go on with this model; without it a new one is made", group="task")
     teacher: str = option("", "the model that distil learns from", group="task")
     preset: str = option("", "the shape of a new model: baby, tiny, base, large or modern (default baby)", group="task")
-    family: str = option("", "of the new model, where it is not the preset's: roberta, albert, ...", group="task")
+    family: str = option("", "family of the new model, if not the preset's: roberta, albert, ...", group="task")
     tokenizer: str = option("", "a folder with a tokenizer; without it a new model gets a new one", group="task")
     vocab_size: int = option(0, "tokens of a new vocabulary; 0: as the preset or the family has", group="task")
     vocab_kind: str = option(
-        "", "of a new vocabulary: wordpiece, bpe or unigram; without it the family's", group="task"
+        "", "kind of a new vocabulary: wordpiece, bpe or unigram; by default the family's", group="task"
     )
     cased: bool = option(False, "a new vocabulary tells capitals from small letters (bpe always does)", group="task")
     column: str = option("text", "where the text stands in files that are no plain text", group="task")
@@ -229,8 +239,10 @@ class PretrainOptions(RunOptions):
     phases: str = option(
         "", "share of the run:max length, in turn, as 0.9:128,0.1:512; without it --max-length", group="length"
     )
-    batch_warmup: float = option(0.0, "share of the run in which steps grow, from a quarter on", group="length")
-    learning_rate: float = option(5e-4, "the highest of the run", group="optimizer")
+    batch_warmup: float = option(
+        0.0, "share of the run in which steps grow from a quarter to all of their tokens", group="length"
+    )
+    learning_rate: float = option(5e-4, "the highest learning rate of the run", group="optimizer")
     step_tokens: int = option(8192, "tokens of a step over all ranks, at most", group="length")
 
 

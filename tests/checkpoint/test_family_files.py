@@ -134,7 +134,9 @@ def test_parts_that_are_not_equal(model_type, tmp_path):
     _, file = saved(model_type, tmp_path)
     key = next(key for key in file if f"{rule.old}.weight" in key)
     rewritten(tmp_path, {**file, key: file[key][:-1]})
-    with pytest.raises(CheckpointError, match=rf"{rule.old}.weight has shape .*; its rows are to be 3 equal parts"):
+    with pytest.raises(
+        CheckpointError, match=rf"{rule.old}.weight has shape .*; its rows must divide into 3 equal parts"
+    ):
         AutoModelForMaskedLM.from_pretrained(tmp_path)
     rewritten(tmp_path, file)
     ours = AutoModelForMaskedLM.from_pretrained(tmp_path)
@@ -170,13 +172,15 @@ def test_unequal_parts(index, monkeypatch, tmp_path):
     key = next(iter(fused))
     rewritten(tmp_path, {**file, key: file[key][:-1]})
     heads, groups = config.num_attention_heads, config.num_key_value_heads
-    with pytest.raises(CheckpointError, match=rf"{key} has .*; its rows are to be parts of {heads} to {groups} to"):
+    with pytest.raises(
+        CheckpointError, match=rf"{key} has .*; its rows must divide into parts of {heads} to {groups} to"
+    ):
         AutoModelForMaskedLM.from_pretrained(tmp_path)
     rewritten(tmp_path, file)
     ours = AutoModelForMaskedLM.from_pretrained(tmp_path)
     part = ours.get_submodule(key.rpartition(".")[0].replace("qkv_proj", "k_proj"))
     part.weight = torch.nn.Parameter(part.weight[:-1].detach())
-    with pytest.raises(CheckpointError, match=rf"has not rows of {heads} to {groups} to {groups}"):
+    with pytest.raises(CheckpointError, match=rf"must have rows in the ratio {heads} to {groups} to {groups}"):
         ours.save_pretrained(tmp_path / "other")
     assert not (tmp_path / "other").exists()
 

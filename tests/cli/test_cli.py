@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ from fastbert.backend import BUILD_KERNELS
 from fastbert.cli.doctor import torch_fault
 from fastbert.cli.outputs.growing_array import GrowingArray
 from fastbert.cli.parser import UsageError
-from fastbert.cli.run import USER_ERRORS
+from fastbert.cli.run import USER_ERRORS, make_parser
 from fastbert.data.text_files import read_texts
 from fastbert.errors import TextFileError
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
@@ -257,28 +258,55 @@ def test_doctor_without_optional_parts():
     assert "the C++ extension is not built" in done.stdout and BUILD_KERNELS in done.stdout
 
 
-COMMANDS = (
-    "encode",
-    "search",
-    "rerank",
-    "classify",
-    "fill-mask",
-    "finetune",
-    "pretrain",
-    "predict",
-    "quantize",
-    "info",
-    "inspect",
-    "compare",
-    "doctor",
-    "build",
-    "bench",
-)
+# What must be given, in the order of `fastbert --help`.
+COMMANDS = {
+    "encode": "FILE --model M --output OUT",
+    "search": "QUERY FILE --model M",
+    "rerank": "QUERY FILE --model M",
+    "classify": "FILE --model M",
+    "fill-mask": "TEXT --model M",
+    "inspect": "MODEL TEXT [TEXT ...]",
+    "finetune": "--model NAME --train NAME [NAME ...] --output NAME",
+    "predict": "MODEL FILE",
+    "pretrain": "--train NAME [NAME ...] --output NAME",
+    "serve": "MODEL",
+    "info": "MODEL",
+    "compare": "MODEL [MODEL ...]",
+    "bench": "",
+    "quantize": "MODEL OUTPUT",
+    "doctor": "",
+    "build": "",
+}
 
 
-def test_help_is_quick_and_has_examples():
+def test_help_has_the_commands_under_headings():
+    text = run_here("--help").stdout
+    headings = [
+        text.index(f"\n{name}:\n") for name in ("use a model", "train", "serve", "measure and set up", "options")
+    ]
+    assert headings == sorted(headings) and re.findall(r"^  ([a-z][\w-]*) ", text, re.MULTILINE) == list(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_what_is_required_first(name):
+    text, needed = run_here(name, "--help").stdout, COMMANDS[name]
+    assert text.startswith(f"usage: fastbert {' '.join(filter(None, (name, needed, '[options]')))}\n\n")
+    before, _, _ = text.partition("\noptions:\n")
+    required = before.partition("\nrequired")[2]  # "" of a command that asks for nothing
+    listed = [line.split("  ")[1] for line in required.splitlines() if re.match(r"  \S", line)]
+    assert " ".join(listed) == needed.replace("TEXT [TEXT ...]", "TEXT").replace("MODEL [MODEL ...]", "MODEL")
+
+
+def test_examples_of_the_help_can_be_given():
+    parser = make_parser()
     for name in COMMANDS:
-        assert f"example:\n  fastbert {name}" in run_here(name, "--help").stdout
+        examples = run_here(name, "--help").stdout.partition("\nexample:\n")[2]
+        assert examples.startswith(f"  fastbert {name}")
+        for example in re.findall(r"^  fastbert (.*)$", examples, re.MULTILINE):
+            assert "run" in parser.parse_args(shlex.split(example))
+
+
+def test_help_is_quick():
     program = "import sys; from fastbert.cli import main\n"
     for arguments in (["--help"], *([name, "--help"] for name in COMMANDS)):
         program += f"try: main({arguments})\nexcept SystemExit: assert 'torch' not in sys.modules, {arguments}\n"

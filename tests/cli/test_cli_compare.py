@@ -115,7 +115,7 @@ def test_texts_with_labels_judge_encoders_and_classifiers(tmp_path):
     done = run_here("compare", folder, classifier, "--rounds", 1, "--workload", "1x16", "--labelled", file)
     assert done.returncode == 2 and done.stdout.count("\n| ") == 3  # both are measured all the same
     assert "row 2 has the label 'fish'; the model has LABEL_0, LABEL_1, LABEL_2" in done.stderr
-    assert "5 parts need 5 of each of two labels" in done.stderr
+    assert "each with at least 5 vectors" in done.stderr
 
 
 def test_labelled_rows_that_judge_nothing_are_errors(tmp_path):

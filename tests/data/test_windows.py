@@ -153,7 +153,7 @@ def test_a_limit_says_what_it_leaves_out():
     tokenizer, words = tokenizer_of_words(), WORDS.split() * 2
     texts = [" ".join(words[:n]) for n in (3, 6, 10, 30)]
     cutter = Cutter(tokenizer, 8, 2, limit=2)
-    with pytest.warns(UserWarning, match=r"1 of 4 texts have more than 2 windows; their last 20 tokens are left out"):
+    with pytest.warns(UserWarning, match=r"1 of 4 texts have more than limit=2 chunks; their last 20 tokens are"):
         made = cutter.cut(texts)
     assert made.source.tolist() == [0, 1, 2, 2, 3, 3] and made.cut == [3]
     assert (made.parts == CORE).sum() == 3 + 6 + 10 + 10
@@ -174,8 +174,8 @@ def test_an_overlap_may_be_a_share_of_a_window():
         ({"overlap": -1}, "overlap of windows is -1; it is a share below 1, or a number of tokens"),
         ({"overlap": 1.5}, "overlap of windows is 1.5; it is a share below 1, or a number of tokens"),
         ({"length": 513}, "length of windows is 513; this model takes 512 tokens"),
-        ({"overlap": 510}, "windows of 512 tokens, 2 special tokens among them, may overlap by 0 to 509, not by 510"),
-        ({"length": 2}, "windows of 2 tokens, 2 special tokens among them, have no room for a text"),
+        ({"overlap": 510}, "chunks of 512 tokens, 2 special tokens among them, may overlap by 0 to 509, not by 510"),
+        ({"length": 2}, "chunks of 2 tokens, 2 special tokens among them, have no room for a text"),
     ),
     ids=str,
 )

@@ -82,13 +82,13 @@ def test_weights_that_are_no_shares_keep_their_scale():
 
 def test_what_does_not_fit_is_said():
     page = inspect.Page("a page")
-    with pytest.raises(ValueError, match="3 tokens for a text of 5"):
+    with pytest.raises(ValueError, match="tokens has 3 entries; the text has 5 tokens"):
         page.add_attention(["a", "b", "c"], maps(5, 1, 1))
-    with pytest.raises(ValueError, match="1 tokens for a text of 2"):
+    with pytest.raises(ValueError, match="tokens has 1 entries; the text has 2 tokens"):
         page.add_attribution(["a"], inspect.Attribution(torch.zeros(2), 1.0, 0.0))
     with pytest.raises(ValueError, match=r"values has shape \(2, 2\), for 2 rows and 1 columns"):
         page.add_similarity(["a", "b"], ["c"], torch.zeros(2, 2))
-    with pytest.raises(ValueError, match="2 labels and 1 groups for points of"):
+    with pytest.raises(ValueError, match="with n labels, here 2, and n groups, here 1"):
         page.add_map(torch.zeros(2, 2), ["a", "b"], ["x"])
     page.add_similarity(["t"] * 70, ["u"] * 3, torch.zeros(70, 3))
     view = data_of(page)["views"][0]

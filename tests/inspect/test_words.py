@@ -142,7 +142,7 @@ def test_a_probe_finds_what_is_linear():
     assert accuracy[1] == 1.0 and accuracy[0] < 0.8
     with pytest.raises(ValueError, match="2 labels of 30 vectors"):
         inspect.linear_probe(noise[None], ["a", "b"])
-    with pytest.raises(ValueError, match="label 'z' has 1 vectors: 5 parts need 5"):
+    with pytest.raises(ValueError, match="label 'z' has 1 vectors; cross-validation in 5 folds"):
         inspect.linear_probe(noise[None], [*labels[:-1], "z"])
 
 

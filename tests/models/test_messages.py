@@ -59,7 +59,7 @@ def test_what_is_no_tensor(head):
         given = {key: t for key, t in given.items() if (key, name) != ("input_ids", "inputs_embeds")}
         with pytest.raises(InputError, match=f"^{name} is a {type(value).__name__}; it must be a tensor"):
             model(**given)
-    with pytest.raises(InputError, match=r"^batch is a int; it must be that of a PackedInputs$"):
+    with pytest.raises(InputError, match=r"^batch is a int; it must be the PackedBatch of a PackedInputs$"):
         model(ids.flatten(), batch=3, **({"num_choices": 3} if head == "MultipleChoice" else {}))
 
 

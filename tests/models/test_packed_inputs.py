@@ -249,11 +249,11 @@ def test_what_does_not_belong_together():
         model(packed["input_ids"][:4], batch=packed["batch"])
     with pytest.raises(InputError, match="the PackedInputs is on meta, the model on cpu"):
         model(packed.to("meta"))
-    with pytest.raises(InputError, match="make no PackedInputs; use"):
+    with pytest.raises(InputError, match="no PackedInputs can be made of"):
         fastbert.PackedInputs({"input_ids": IDS})
     with pytest.raises(TypeError, match="takes no num_choices"):
         model(fastbert.pack_inputs([ROWS]))
     fields = make_fields("roberta", "Model", "holes")
     del fields["position_ids"]
-    with pytest.raises(InputError, match="are masked before other tokens; roberta counts positions from all ids but 1"):
+    with pytest.raises(InputError, match="in front of other tokens, and roberta counts positions over all ids but 1"):
         make_model("roberta", "Model")(fastbert.pack_inputs(**fields))

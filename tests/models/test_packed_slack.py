@@ -83,11 +83,11 @@ def test_sizes_that_are_the_batchs_own_change_nothing():
 @pytest.mark.parametrize(
     ("changes", "message"),
     (
-        ({"total_tokens": 4}, "the batch does not fit: its total_tokens is 5, and that of its bucket 4"),
-        ({"batch_size": 1}, "its batch_size is 2, and that of its bucket 1"),
-        ({"labelled": 2}, "its labelled is 3, and that of its bucket 2"),
-        ({"max_seqlen": 2}, "its max_seqlen is 3, and that of its bucket 2"),
-        ({"total_tokens": 5}, "2 of 5 labelled are to be slack, which needs a token of slack; total_tokens is 5"),
+        ({"total_tokens": 4}, "the batch does not fit: its total_tokens is 5, and it is to be padded to 4"),
+        ({"batch_size": 1}, "its batch_size is 2, and it is to be padded to 1"),
+        ({"labelled": 2}, "its labelled is 3, and it is to be padded to 2"),
+        ({"max_seqlen": 2}, "its max_seqlen is 3, and it is to be padded to 2"),
+        ({"total_tokens": 5}, "2 of 5 labelled are to be padding rows, and total_tokens is 5"),
     ),
 )
 def test_a_batch_that_does_not_fit_is_refused(changes, message):
@@ -98,7 +98,7 @@ def test_a_batch_that_does_not_fit_is_refused(changes, message):
 
 @pytest.mark.parametrize("mask", ([[1, 1], [1, 0]], [[1, 1], [1, 1]]))
 def test_a_batch_with_padded_outputs_is_refused(mask):
-    with pytest.raises(InputError, match="a batch with padded outputs takes no slack"):
+    with pytest.raises(InputError, match="a batch with padded outputs takes no padding rows"):
         padded(fastbert.pack_inputs(torch.tensor([[1, 2], [3, 0]]), torch.tensor(mask)))
 
 

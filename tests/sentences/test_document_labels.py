@@ -157,11 +157,11 @@ def test_probabilities_near_their_ends(folders):
 
 BAD = {
     "unknown aggregate 'sum'; there are probabilities, logits, vectors": ({}, "sum"),
-    "windows of 24 tokens, 3 special tokens and 13 of another text among them, may overlap by 0 to 7, not by 9": (
+    "chunks of 24 tokens, 3 special tokens and 13 of another text among them, may overlap by 0 to 7, not by 9": (
         {"overlap": 9},
         None,
     ),
-    "windows of 24 tokens, 3 special tokens and 30 of another text among them, have no room for a text": ({}, None),
+    "chunks of 24 tokens, 3 special tokens and 30 of another text among them, have no room for a text": ({}, None),
 }
 
 

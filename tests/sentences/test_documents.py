@@ -206,17 +206,17 @@ def test_a_stream_of_chunks(encoder, monkeypatch, late):
 
 def test_what_a_limit_leaves_out_is_said(encoder):
     texts = documents()
-    with pytest.warns(UserWarning, match=r"of 10 texts have more than 1 windows; their last [\d,]+ tokens"):
+    with pytest.warns(UserWarning, match=r"of 10 texts have more than limit=1 chunks; their last [\d,]+ tokens"):
         found = encoder.encode(texts, windows=Windows(limit=1))
     assert np.array_equal(found, encoder.encode(texts))
 
 
 BAD = {
     "length of windows is 65; this model takes 64 tokens": (Windows(65), {}),
-    "windows of 64 tokens, 2 special tokens among them, may overlap by 0 to 61, not by 62": (Windows(overlap=62), {}),
-    "windows of 2 tokens, 2 special tokens among them, have no room for a text": (Windows(2), {}),
+    "chunks of 64 tokens, 2 special tokens among them, may overlap by 0 to 61, not by 62": (Windows(overlap=62), {}),
+    "chunks of 2 tokens, 2 special tokens among them, have no room for a text": (Windows(2), {}),
     "excludes a pool, several devices, a precision and windows": (Windows(), {"output_value": "token_embeddings"}),
-    "windows of 8 tokens, 2 special tokens and 6 of another text among them, have no room": (
+    "chunks of 8 tokens, 2 special tokens and 6 of another text among them, have no room": (
         Windows(8, 0),
         {"prompt": "the old the old the old "},
     ),

@@ -94,7 +94,7 @@ def test_token_ids_give_the_vectors_of_their_texts(engines):
         refused = send(engine, "/v1/embeddings", content).json["error"]["message"]
         assert said in refused and "truncate" not in refused and "windows" not in refused, refused
     both = send(engine, "/embed", {"inputs": [5], "windows": True})
-    assert both.status == 422 and "windows: they are of texts" in both.json["error"]
+    assert both.status == 422 and "windows: chunks are of texts" in both.json["error"]
 
 
 def test_openais_route_takes_2048_inputs(engines):

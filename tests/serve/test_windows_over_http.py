@@ -163,7 +163,7 @@ BAD = {
     "windows: pool of windows is 'sum'; there are mean, max, top3, first": {"windows": {"pool": "sum"}},
     "windows: pool of windows is 'top3', which is for scores": {"windows": {"pool": "top3"}},
     "windows: length of windows is 65; this model takes 64 tokens": {"windows": {"length": 65}},
-    "windows: windows of 9 tokens, 2 special tokens among them, may overlap": {"windows": {"length": 9, "overlap": 7}},
+    "windows: chunks of 9 tokens, 2 special tokens among them, may overlap": {"windows": {"length": 9, "overlap": 7}},
     "windows: overlap of windows is 1.5": {"windows": {"overlap": 1.5}},
     "with truncate it is cut, and with windows it is read to its end": {"windows": False, "truncate": False},
     "unknown field 'aggregate'": {"aggregate": "logits"},
@@ -178,7 +178,7 @@ def test_what_cannot_be_is_refused(engines, message):
 
 def test_what_cannot_be_of_other_routes(engines):
     for kind, path, content, message in (
-        ("embedding", "/chunks", {"inputs": "a", "windows": False}, "chunks are windows: it is true, or an object"),
+        ("embedding", "/chunks", {"inputs": "a", "windows": False}, "windows: it is false; for chunks it must be"),
         ("reranker", "/rerank", {"query": "a", "texts": ["b"], "aggregate": "logits"}, "is for windows, and there are"),
         ("reranker", "/rerank", {"query": "a", "texts": ["b"], "aggregate": "sum"}, "aggregate: Input should be"),
         ("question-answerer", "/answers", {"inputs": {"question": "a"}}, "entry 0 is no object with question and"),

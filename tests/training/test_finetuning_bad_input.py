@@ -83,7 +83,7 @@ def test_data_that_cannot_be_learnt(tmp_path, train, held_out, options, error):
 
 def test_windows_that_overlap_too_much(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", [{"tokens": ["a", "b"], "tags": ["O", "B-X"]}])
-    message = "doc_stride is 40: windows of 32 tokens, 2 special tokens among them, may overlap by 0 to 29"
+    message = "doc_stride is 40: chunks of 32 tokens, 2 special tokens among them, may overlap by 0 to 29"
     with pytest.raises(ConfigError, match=message):
         task_of(base(tmp_path), path, task="tokens", doc_stride=40)
 

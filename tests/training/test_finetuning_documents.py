@@ -81,7 +81,7 @@ def test_an_evaluation_judges_texts_as_predict_labels_them(tmp_path):
         ({"doc_stride": 8}, "doc_stride is for windows of long texts, and there are none: give --windows, too"),
         (
             {"windows": True, "doc_stride": 30},
-            "doc_stride is 30: windows of 32 tokens, 2 special",
+            "doc_stride is 30: chunks of 32 tokens, 2 special",
         ),
         ({"windows": True, "task": "tokens"}, "windows is for the tasks classification, and the task is tokens"),
     ),

@@ -134,7 +134,9 @@ def make_texts(tokenizer: Tokenizer, length: int, count: int, words: list[str]) 
     texts = [" ".join(draw.choices(words, k=wanted)) for _ in range(count)]
     for text in texts:
         if (found := len(tokenizer.encode(text).ids)) != length:
-            raise BenchmarkError(f"words of this vocabulary join: a text of {wanted} has {found} tokens, not {length}")
+            raise BenchmarkError(
+                f"this tokenizer joins words: a text of {wanted} words of a token each has {found} tokens, not {length}"
+            )
     return texts
 
 

@@ -53,7 +53,7 @@ def _rows(steps: Steps, precision: str) -> list[dict[str, Any]]:
         tasks, settings.rounds, settings.restarts, turns=turns, processes=settings.processes, module=WORKER
     )
     if BOUND in failures:
-        steps.say(f"warning: no bound for {precision}: {failures[BOUND]}")
+        steps.say(f"warning: the shortest possible time in {precision} was not measured: {failures[BOUND]}")
     bounds = [] if BOUND in failures else answers[BOUND]
     rows = []
     for source in ("strings", "ids"):

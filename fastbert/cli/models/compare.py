@@ -33,11 +33,17 @@ def add(commands: Any) -> None:
         "fastbert compare bert-base distilbert-base modernbert-base --output comparison",
     )
     add_model(parser, f"a shape, a config.json, {A_MODEL}", several=True)
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="to compute in (default float32)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="the number format to compute in (default float32)"
+    )
     mix = parser.add_mutually_exclusive_group()
-    mix.add_argument("--workload", metavar="W", default="32-ragged", help="8x128, 4x512, ...; default 32-ragged")
+    mix.add_argument(
+        "--workload", metavar="W", default="32-ragged", help="texts x tokens: 8x128, 4x512, ...; default 32-ragged"
+    )
     mix.add_argument("--texts", metavar="FILE", type=Path, help=f"your texts instead: {TEXT_KINDS}")
-    parser.add_argument("--rounds", metavar="N", type=positive, default=ROUNDS, help=f"turns (default {ROUNDS})")
+    parser.add_argument(
+        "--rounds", metavar="N", type=positive, default=ROUNDS, help=f"how often each model is timed (default {ROUNDS})"
+    )
     parser.add_argument(
         "--labelled", metavar="FILE", type=Path, help="rows with a label each, or pairs of texts with a score each"
     )

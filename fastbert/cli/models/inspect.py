@@ -39,9 +39,13 @@ def add(commands: Any) -> None:
     add_model(parser)
     parser.add_argument("text", metavar="TEXT", nargs="+", help="one text, or two")
     parser.add_argument(
-        "--layers", metavar="N", type=int, nargs="+", help="which, from 0, below 0 from the end; else all"
+        "--layers",
+        metavar="N",
+        type=int,
+        nargs="+",
+        help="the layers to show, from 0; -1 is the last one (default: all)",
     )
-    parser.add_argument("--heads", metavar="N", type=int, nargs="+", help="which; else all")
+    parser.add_argument("--heads", metavar="N", type=int, nargs="+", help="the heads to show, from 0 (default: all)")
     parser.add_argument("--label", metavar="NAME", help="of a classifier: the label to explain; else the likeliest")
     parser.add_argument("--output", metavar="OUT", type=Path, help="an .html, .npz, .png or .svg")
     parser.add_argument("--force", action="store_true", help="replace OUT")

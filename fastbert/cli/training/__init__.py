@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from fastbert.cli.parser import Parser
 from fastbert.training.options import Options, RunOptions, options_of, read_yaml, types_of
 
 _GROUPS = {
-    "task": "what is learnt, from what",
+    "task": "task and data",
     "embedding": "sentence embeddings",
     "run": "the run",
     "length": "length and batches",
@@ -21,9 +22,11 @@ _GROUPS = {
 }
 
 
-def add_options(parser: Parser, cls: type[RunOptions]) -> None:
-    """An option for each field of the dataclass. What is not given is absent from the result."""
-    parser.usage = f"{parser.prog} [--config FILE] [options]"  # all of them, in brackets, would fill a screen
+def add_options(parser: Parser, cls: type[RunOptions], required: Sequence[str]) -> None:
+    """An option for each field of the dataclass. What is not given is absent from the result. `required`: the fields
+    that have no default; argparse does not ask for them, because --config may have them.
+    """
+    parser.required.title = "required, here or in the file of --config"
     parser.add_argument(
         "--config", metavar="FILE", type=Path, help="a YAML file of these options; the command line wins"
     )
@@ -31,7 +34,7 @@ def add_options(parser: Parser, cls: type[RunOptions]) -> None:
     sections = {name: parser.add_argument_group(title) for name, title in _GROUPS.items()}
     for entry in dataclasses.fields(cls):
         flag, kind, metadata = f"--{entry.name.replace('_', '-')}", kinds[entry.name], entry.metadata
-        section = sections[metadata["group"]]
+        section = parser.required if entry.name in required else sections[metadata["group"]]
         shown = metadata["help"].replace("%", "%%")
         if kind is bool:
             section.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=shown)
@@ -48,6 +51,7 @@ def add_options(parser: Parser, cls: type[RunOptions]) -> None:
         else:
             options["type"] = kind
         section.add_argument(flag, **options)
+    parser.required._group_actions.sort(key=lambda action: required.index(action.dest))
 
 
 def read_options(cls: type[Options], given: argparse.Namespace) -> Options:

@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
         """,
         "fastbert finetune --model bert-base-uncased --train train.tsv --eval dev.tsv --output sst2",
     )
-    add_options(parser, FinetuneOptions)
+    add_options(parser, FinetuneOptions, required=("model", "train", "output"))
 
 
 def run(options: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
         """,
         "fastbert pretrain --preset baby --train novels.txt --output baby",
     )
-    add_options(parser, PretrainOptions)
+    add_options(parser, PretrainOptions, required=("train", "output"))
 
 
 def run(options: argparse.Namespace) -> int:

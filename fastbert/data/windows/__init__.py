@@ -237,7 +237,7 @@ class Cutter:
         if room < 1 or not 0 <= self.overlap < room:
             others = f"{template.added} special tokens" + (f" and {before} of another text" if before else "")
             may = f"may overlap by 0 to {room - 1}, not by {self.overlap}" if room > 0 else "have no room for a text"
-            raise InputError(f"windows of {self.length} tokens, {others} among them, {may}")
+            raise InputError(f"chunks of {self.length} tokens, {others} among them, {may}")
         return room
 
     def cut(
@@ -281,8 +281,8 @@ class Cutter:
                 parts[-1][at + core_start - start : at + core_stop - start] = CORE
         if left_out and not self.quietly:
             warnings.warn(
-                f"fastbert: {len(left_out):,} of {len(texts):,} texts have more than {self.limit} windows; their last"
-                f" {tokens_left_out:,} tokens are left out",
+                f"fastbert: {len(left_out):,} of {len(texts):,} texts have more than limit={self.limit} chunks; their"
+                f" last {tokens_left_out:,} tokens are left out",
                 stacklevel=2,
             )
         return TokenWindows(
@@ -343,8 +343,8 @@ class Cutter:
             start = stop
         if is_long(len(text) - start):
             warnings.warn(
-                f"fastbert: {len(text) - start:,} characters of a text are tokenised at once, which takes memory:"
-                " there is no place at which it is known that its tokens do not depend on what stands before",
+                f"fastbert: {len(text) - start:,} characters of a text are tokenised at once, which takes memory: they"
+                " have no place, such as a blank, where a cut would surely leave the tokens as they are",
                 stacklevel=2,
             )
         yield slice(start, len(text))

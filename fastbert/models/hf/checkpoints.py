@@ -141,7 +141,7 @@ class CheckpointMixin(nn.Module):
         """
         if (pretrained_model_name_or_path is None) != (state_dict is not None) or (state_dict and config is None):
             raise ConfigError(
-                "a state_dict stands for a folder: pretrained_model_name_or_path=None, and give its config"
+                "a state_dict stands for a folder: give pretrained_model_name_or_path=None, state_dict and config"
             )
         name = str(pretrained_model_name_or_path or "")
         changes = left_over(config_changes)
@@ -259,7 +259,7 @@ class CheckpointMixin(nn.Module):
             if key in weights and weights[key].shape != shape
         ]
         if wrong:
-            raise ConfigError(f"nothing was saved, since no config describes the tables that are there: {some(wrong)}")
+            raise ConfigError(f"nothing was saved: tables have other shapes than the config says: {some(wrong)}")
         entries = {**config.to_dict(), "architectures": [type(self).__name__]}
         entries.pop("torch_dtype", None)  # today's name is dtype
         entries["dtype"] = str(self.dtype).removeprefix("torch.")

@@ -1,8 +1,8 @@
 """The torch backend of attention: plain, traceable, differentiable PyTorch.
 
 Batched products want equal lengths. Sequences are grouped into buckets of nearly equal length, so that a batch needs
-a handful of calls and little padding, and a bucket of exactly equal lengths needs no mask. docs/notes/attention.md has the
-measurements against the alternatives (a loop, one padded call, nested tensors).
+a handful of calls and little padding, and a bucket of exactly equal lengths needs no mask. docs/notes/attention.md
+has the measurements against the alternatives (a loop, one padded call, nested tensors).
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ _SCORE_BYTES = 2 << 20
 def _writes_scores(q, width: int) -> bool:
     """Whether writing the scores down beats SDPA: on CPUs, where it also errs less in backward.
 
-    Measured on a 2-core AVX-512-BF16 machine, 12 heads of 64 (docs/notes/attention.md): bf16 is 2x faster forward and 1.5-4x
-    with backward, up to 1024 tokens; fp32 is up to 1.3x faster, up to 256. Backward keeps width^2 probabilities a head,
-    which bounds its width.
+    Measured on a 2-core AVX-512-BF16 machine, 12 heads of 64 (docs/notes/attention.md): bf16 is 2x faster forward and
+    1.5-4x with backward, up to 1024 tokens; fp32 is up to 1.3x faster, up to 256. Backward keeps width^2 probabilities
+    a head, which bounds its width.
     """
     if q.device.type != "cpu":
         return False

@@ -46,7 +46,10 @@ class QuestionAnswerer(SpanModel):
 
     def own_windows(self) -> Windows:
         if not self.tokenizer.encode("a").special_tokens_mask[0]:
-            raise ConfigError("this model's tokenizer puts no token in front, which would say that there is no answer")
+            raise ConfigError(
+                "this model's tokenizer puts no special token first, as [CLS]; question answering needs one, to which a"
+                " question without an answer points"
+            )
         if self.usage.stride is not None:
             return super().own_windows()
         return Windows(overlap=min(self.max_seq_length // 4, max(0, self.room_of(self.max_seq_length) - 1)))

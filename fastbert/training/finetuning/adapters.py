@@ -23,7 +23,7 @@ def add_adapters(model: Any, options: FinetuneOptions) -> Any:
     """
     if not options.lora_rank:
         if options.lora_targets:
-            raise ConfigError("lora_targets was given without lora_rank: how many directions is an adapter to have?")
+            raise ConfigError("lora_targets was given without lora_rank: give lora_rank, the rank of adapters")
         return None
     try:
         import peft

@@ -120,7 +120,7 @@ def finder_of(model: Any, tokenizer: Tokenizer, usage: Usage, settings: FolderSe
     room = finder.room_of(length)
     if not 0 <= overlap < room:
         raise ConfigError(
-            f"doc_stride is {overlap}; windows of {length} tokens, of which a question may take half, may overlap"
+            f"doc_stride is {overlap}; chunks of {length} tokens, of which a question may take half, may overlap"
             f" by 0 to {room - 1}"
         )
     return finder

@@ -36,7 +36,7 @@ class ReplacedTokens(MaskedLM):
         return model(batch, num_items_in_batch={"labels": totals[0], "tokens": totals[1]}).loss
 
     def uncapturable(self, parts: int) -> str | None:
-        return "the generator's words are drawn by torch's generator"
+        return "the words of the generator model are drawn by torch's random numbers"
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         return replaced_metrics(model, self.held_out_batches(), EVALUATION_SEED)
