@@ -216,7 +216,9 @@ class AdamW(_WithoutDynamo, torch.optim.AdamW):
         )
 
     def step_flat(self, max_norm: float) -> torch.Tensor | None:
-        """They take the weights' gradients. None where these weights, gradients or options need torch's own step."""
+        """A step over flat buffers, which take the weights' gradients: these gradients' norm. None where the weights,
+        gradients or options need torch's own step.
+        """
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None or type(p.grad) is not torch.Tensor or p.grad.is_sparse:

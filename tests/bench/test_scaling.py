@@ -61,9 +61,12 @@ def test_sums_by_hand(scaling):
     assert scaling.ddp(shape, 1.0, 8, link) == pytest.approx(first + buckets * last)
     gathered = link.half(2 * (shape.weights - 12 * shape.layer), 8)
     assert scaling.fsdp(shape, 1e6, 8, link) == pytest.approx(
-        1e3 + gathered + link.half(2 * shape.layer, 8) + link.half(4 * shape.layer, 8)
+        1e3
+        + gathered
+        + link.half(2 * shape.layer, 8)
+        + link.half(4 * shape.layer, 8)
         + link.half(4 * (shape.weights - 12 * shape.layer), 8)
-    )  # fmt: skip
+    )
 
 
 def test_one_gpu_is_whole(scaling):

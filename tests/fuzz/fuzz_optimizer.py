@@ -82,7 +82,7 @@ def train(draw: Draw) -> Action:
     share, repeated = draw.choice((0.1, 0.0, 0.5, 1.0)), draw.flag(4)
     form = draw.choice(("rows", "dense", "none"))
     values, others = draw.choice(VALUES), draw.choice((*VALUES, "none"))
-    max_norm, call = draw.choice((0.0, 1.0, 1e9)), draw.choice(("clip_and_step", "clip_and_step", "step"))
+    max_norm, call = draw.choice((0.0, 1.0, 1e9)), draw.choice(("clip_and_step", "step"))
     backend = draw.choice(name for name in backends() if name != "triton")
     draw.note(f"  {share} of the rows, {form}, {values}, others {others}, norm {max_norm}, {call}, {backend}")
 

@@ -235,10 +235,11 @@ def test_reasons(op):
             assert ops.try_fused(op, X, lambda given=given: operands_of([given])) == reason
 
 
-def test_a_backend_without_it_is_never_met():
-    with use_backend("torch"):
+@pytest.mark.parametrize("backend", ("torch", "cuda"))
+def test_a_backend_without_it_is_never_met(backend):
+    with use_backend(backend):
         found = ops.try_fused(OPS[1], X, lambda: operands_of([make(CASES["post"])]))
-    assert found == "torch, the backend that was asked for, does not have it"
+    assert found == f"{backend}, the backend that was asked for, does not have it"
     assert ops.try_fused(OPS[1], X, lambda: operands_of([make(CASES["post"])])).startswith("no backend has it")
 
 
