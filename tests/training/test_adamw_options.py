@@ -126,6 +126,12 @@ def test_options_that_change_in_mid_run(name):
         assert_close_to_reference(ours, oracle, theirs, name=what)
 
 
+def test_capturable_is_of_no_account_on_a_cpu():
+    """torch's own step refuses it there."""
+    found = trained(AdamW, torch.float32, lambda optimizer, step: None, capturable=True)
+    assert all(map(torch.equal, found, trained(AdamW, torch.float32, lambda optimizer, step: None)))
+
+
 def test_amsgrad():
     def nothing(optimizer: Any, step: int) -> None:
         pass
