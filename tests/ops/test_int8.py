@@ -29,12 +29,14 @@ def backend(request):
         yield name
 
 
-def make_x(rows, in_features, dtype, input_scale=0.0):
-    """Away from the ties of rounding: there the last bit of x / scale decides on a whole step."""
+def make_x(rows, in_features, dtype, *input_scales):
+    """Away from the ties of rounding, by each of the scales: there the last bit of x / scale decides on a whole step."""
     x = torch.randn(rows, in_features).to(dtype).double()
     largest = x.abs().amax(-1, keepdim=True)
-    steps = x / (largest / 127 if input_scale == 0 else input_scale)
-    return torch.where((steps.frac().abs() - 0.5).abs() < 1e-3, 0.0, x).to(dtype)
+    for input_scale in input_scales or (0.0,):
+        steps = x / (largest / 127 if input_scale == 0 else input_scale)
+        x = torch.where((steps.frac().abs() - 0.5).abs() < 1e-3, 0.0, x)
+    return x.to(dtype)
 
 
 def make_weight(out_features, in_features):
@@ -118,7 +120,7 @@ def test_gated_feed_forward(backend, dtype, input_scales):
     """Gate and up in two weights and, where one scale serves both, in one: the same bits."""
     hidden, inner = 67, 130
     for rows in (0, 1, 17, 300):
-        x, (down, down_scale) = make_x(rows, hidden, dtype, input_scales[0]), make_weight(hidden, inner)
+        x, (down, down_scale) = make_x(rows, hidden, dtype, *input_scales[:2]), make_weight(hidden, inner)
         ups, scales = zip(*(make_weight(inner, hidden) for _ in range(2)), strict=True)
         biases = [torch.randn(inner).to(dtype) for _ in range(2)]
         options = {"activation": "silu", "gated": True, "backend": backend}

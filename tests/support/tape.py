@@ -2,16 +2,18 @@
 
 What a capture would write down, a tape holds: the operators in their order, their tensors' memory, and every number
 that was Python's at the time. A replay that gives what the step itself gives for other contents of the same buffers has
-nothing in it that a graph would repeat wrongly. One of Triton's ops in its interpreter is one operator.
+nothing in it that a graph would repeat wrongly. A registered op of ours is one operator, whatever it launches. Launches
+that no registered op makes, those of all layers as one op, are on the tape one by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu.simulated.no_graphs import NoGraphs
@@ -28,9 +30,34 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self.calls: list[tuple[Any, tuple, dict, Any]] = []
         self.replays = 0
+        self._is_in_an_op = False
+
+    def __enter__(self):
+        from triton.runtime.interpreter import GridExecutor
+
+        self._executor, self._launch = GridExecutor, GridExecutor.__call__
+
+        def launch(executor, *args, **kwargs):
+            run = partial(self._launch, executor)
+            if self._is_in_an_op:
+                return run(*args, **kwargs)
+            with _disable_current_modes():
+                run(*args, **kwargs)
+            self.calls.append((run, args, kwargs, None))
+
+        GridExecutor.__call__ = launch
+        return super().__enter__()
+
+    def __exit__(self, *raised):
+        self._executor.__call__ = self._launch
+        return super().__exit__(*raised)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+        self._is_in_an_op = True
+        try:
+            out = func(*args, **(kwargs or {}))
+        finally:
+            self._is_in_an_op = False
         self.calls.append((func, args, kwargs or {}, out))
         return out
 
