@@ -30,7 +30,7 @@ def backend(request):
 
 
 def make_x(rows, in_features, dtype, *input_scales):
-    """Away from the ties of rounding, by each of the scales: there the last bit of x / scale decides on a whole step."""
+    """Away from ties of rounding, by each of the scales: there the last bit of x / scale decides on a whole step."""
     x = torch.randn(rows, in_features).to(dtype).double()
     largest = x.abs().amax(-1, keepdim=True)
     for input_scale in input_scales or (0.0,):
