@@ -77,7 +77,7 @@ def test_words_that_would_join_or_split_are_no_words():
     tokenizer.pre_tokenizer = Whitespace()
     assert folder.one_token_words(tokenizer) == ["good"]
     assert folder.make_texts(tokenizer, 3, 1, ["good"]) == ["good good good"]
-    with pytest.raises(BenchmarkError, match="a text of 3 has 6 tokens, not 3"):
+    with pytest.raises(BenchmarkError, match="a text of 3 words of a token each has 6 tokens, not 3"):
         folder.make_texts(tokenizer, 3, 1, ["not good"])
 
 

@@ -197,5 +197,5 @@ def test_bad_steps(lengths, tokens, options, said):
 
 
 def test_bad_ranks():
-    with pytest.raises(InputError, match="rank 2 of 2"):
+    with pytest.raises(InputError, match="rank is 2 of world_size 2"):
         StepSampler(Steps(np.array([1]), 1), 64, rank=2, world_size=2)

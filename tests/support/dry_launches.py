@@ -30,7 +30,7 @@ from fastbert.backend import FUSED, SUPPORTS, Backend, use_backend
 from fastbert.kernels import blocks
 from fastbert.models.classes import CLASSES
 from fastbert.ops import layer_norm, loss
-from fastbert.ops.layers.gpu import encoder_layers_training as on_gpu
+from fastbert.ops.layers.gpu import encoder_layers_training as encoder_layers_training_gpu
 
 LARGEST_GRID = (2**31 - 1, 65535, 65535)
 
@@ -182,7 +182,7 @@ def as_gpu(capability: int) -> DryDriver:
     for op, table in SUPPORTS.items():  # whose reason is that tensors are on a CPU
         if Backend.TRITON in table and op not in FUSED:
             table[Backend.TRITON] = lambda *operands, **options: None
-    for module in (on_gpu, layer_norm, loss):  # which go by the process's modes, too
+    for module in (encoder_layers_training_gpu, layer_norm, loss):  # which go by the process's modes, too
         module.triton_unsupported = lambda x: None
     SUPPORTS["merged_linears"][Backend.TRITON] = lambda x: None
     return dry

@@ -144,7 +144,7 @@ class Layout:
         self._copied: dict[bool, _Copied] = {}
 
     def copied(self, all_weights: bool) -> _Copied:
-        """What `merge_weights` copies: all weights, or those of several Linears of one product; and biases."""
+        """What `merged` copies: all weights, or those of several Linears of one product; and the products' biases."""
         if all_weights not in self._copied:
             self._copied[all_weights] = self._made_copied(all_weights)
         return self._copied[all_weights]
