@@ -35,10 +35,8 @@ def encode_on_ray(
     from fastbert.bulk.ray_engine import encode_files, import_ray
     from fastbert.bulk.worker import WorkerSettings
     from fastbert.checkpoint.pretrained import read_config
-    from fastbert.cli.outputs.growing_array import fingerprint
     from fastbert.data.sentence_folder import transformer_folder
     from fastbert.hub import resolve
-    from fastbert.version import __version__
 
     raise_if_stopped()
     import_ray()
@@ -60,14 +58,7 @@ def encode_on_ray(
             threads=pool.threads,
         )
 
-    identity: dict[str, Any] = {
-        "model": model,
-        "model files": fingerprint(folder),
-        "dtype": dtype,
-        "device": device,
-        "batch tokens": batch_tokens,
-        "fastbert": __version__,
-    }
+    identity = _identity_of(model, folder, dtype, device, batch_tokens)
     progress = _Progress()
     try:
         texts = encode_files(
@@ -88,6 +79,21 @@ def encode_on_ray(
         progress.close()
     say_cut(progress.cut, progress.max_length, say, "--windows, without --engine ray,")
     return f"{texts:,} texts{rate_of(progress.tokens, time.perf_counter() - progress.start)} -> {output}"
+
+
+def _identity_of(model: str, folder: Path, dtype: str, device: str | None, batch_tokens: int | None) -> dict[str, Any]:
+    """What must be the same where a run goes on."""
+    from fastbert.cli.outputs.growing_array import fingerprint
+    from fastbert.version import __version__
+
+    return {
+        "model": model,
+        "model files": fingerprint(folder),
+        "dtype": dtype,
+        "device": device,
+        "batch tokens": batch_tokens,
+        "fastbert": __version__,
+    }
 
 
 def _check_is_folder(output: str) -> None:
