@@ -25,8 +25,8 @@ from fastbert.bench.timing import describe_machine
 from fastbert.data.collator import PackingCollator
 from fastbert.data.loader import make_loader
 from fastbert.testing.cases import MODELS
-from fastbert.training.distributed import World
-from fastbert.training.loop import Loop, LoopOptions, Place, sampler_of
+from fastbert.training.distributed import ProcessGroup
+from fastbert.training.loop import Loop, LoopOptions, TrainState, sampler_of
 from fastbert.training.memory import keep_freed_memory
 from fastbert.training.optimizers import AdamW, parameter_groups, use_sparse_gradients
 from fastbert.training.schedules import Schedule
@@ -96,7 +96,7 @@ class TimedAdamW(AdamW):
 def measure(batch_size: int, steps: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {"step": [], "forward and backward": [], "optimizer": []}
     task = Sentences(seconds)
-    config, world = task.model.config, World(0, 1, torch.device("cpu"))
+    config, process_group = task.model.config, ProcessGroup(0, 1, torch.device("cpu"))
     phase = Phase(WARM_UP + steps, batch_size * LONGEST, batch_size, LONGEST)
     options = LoopOptions((phase,), bf16=True, log_every=LOG_EVERY, save_every=10**9)
     use_sparse_gradients(task.model)
@@ -123,7 +123,7 @@ def measure(batch_size: int, steps: int) -> dict[str, Any]:
             config.hidden_size,
             optimizer,
             schedule,
-            world,
+            process_group,
             Path(folder),
             options,
             on_log=on_log,
@@ -153,7 +153,7 @@ def measure(batch_size: int, steps: int) -> dict[str, Any]:
 
 def loader_rate(task: Sentences, phase: Phase, options: LoopOptions, workers: int) -> float:
     """Tokens a second that the batches come at when nothing waits for them."""
-    sampler, examples = sampler_of(task, phase, options, 384, World(0, 1, torch.device("cpu")), Place())
+    sampler, examples = sampler_of(task, phase, options, 384, ProcessGroup(0, 1, torch.device("cpu")), TrainState())
     loader = iter(make_loader(examples, sampler, task.collate(phase), workers=workers))
     next(loader)
     start = now()

@@ -1,5 +1,5 @@
 // Entries of many dicts at once: what decides whether a module tree is still what was looked at
-// (fastbert/layers/fingerprint.py). Hundreds of them stand before each text, and none is in a cache any more.
+// (fastbert/layers/guard.py). Hundreds of them stand before each text, and none is in a cache any more.
 #pragma once
 
 #include <pybind11/pybind11.h>

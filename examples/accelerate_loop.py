@@ -25,12 +25,12 @@ def main() -> None:
     parser.add_argument("--train", default=str(HERE / "data/intents.csv"), help="a CSV file: text, label")
     parser.add_argument("--output", default="trained")
     parser.add_argument("--epochs", type=int, default=5)
-    given = parser.parse_args()
+    options = parser.parse_args()
 
-    with open(given.train, encoding="utf-8", newline="") as file:
+    with open(options.train, encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     names = sorted({row["label"] for row in rows})
-    tokenizer = transformers.AutoTokenizer.from_pretrained(resolve(given.model))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(resolve(options.model))
     examples = [
         {**tokenizer(row["text"], truncation=True, max_length=128), "labels": names.index(row["label"])} for row in rows
     ]
@@ -38,7 +38,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     accelerator = Accelerator()
-    model = fastbert.AutoModelForSequenceClassification.from_pretrained(given.model, num_labels=len(names)).train()
+    model = fastbert.AutoModelForSequenceClassification.from_pretrained(options.model, num_labels=len(names)).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     collate = fastbert.PackingCollator()
     loaders = [
@@ -46,7 +46,7 @@ def main() -> None:
         torch.utils.data.DataLoader(held_out, batch_size=16, collate_fn=collate),
     ]
     model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, *loaders)
-    for epoch in range(given.epochs):
+    for epoch in range(options.epochs):
         for batch in train_loader:
             loss = model(**batch).loss
             accelerator.backward(loss)
@@ -56,14 +56,14 @@ def main() -> None:
         right = []
         with torch.inference_mode():
             for batch in eval_loader:
-                found = (model(**batch).logits.argmax(-1), batch["labels"])
-                logits, labels = accelerator.gather_for_metrics(found)
+                outputs = (model(**batch).logits.argmax(-1), batch["labels"])
+                logits, labels = accelerator.gather_for_metrics(outputs)
                 right.append(logits == labels)
         model.train()
         accelerator.print(f"epoch {epoch}: loss {loss.item():.3f}, accuracy {torch.cat(right).float().mean():.3f}")
     if accelerator.is_main_process:
-        accelerator.unwrap_model(model).save_pretrained(given.output)
-        tokenizer.save_pretrained(given.output)
+        accelerator.unwrap_model(model).save_pretrained(options.output)
+        tokenizer.save_pretrained(options.output)
 
 
 if __name__ == "__main__":

@@ -28,11 +28,11 @@ HERE = Path(__file__).parent
 
 def read(path: str) -> dict[str, list[str]]:
     """The sentences of each label; the file's first column is the text, its second one the label."""
-    found: dict[str, list[str]] = {}
+    by_label: dict[str, list[str]] = {}
     with open(path, encoding="utf-8", newline="") as file:
         for text, label in list(csv.reader(file))[1:]:
-            found.setdefault(label, []).append(text)
-    return found
+            by_label.setdefault(label, []).append(text)
+    return by_label
 
 
 def pairs_of(shots: dict[str, list[str]], count: int, draw: random.Random) -> list[dict[str, str]]:
@@ -50,7 +50,7 @@ def accuracy(folder: str, shots: dict[str, list[str]], test: dict[str, list[str]
     encoder, labels = fastbert.SentenceEncoder(folder), list(shots)
     centroids = np.stack([encoder.encode(shots[label], normalize_embeddings=True).mean(0) for label in labels])
     centroids /= np.linalg.norm(centroids, axis=1, keepdims=True)
-    texts = [(text, label) for label, given in test.items() for text in given]
+    texts = [(text, label) for label, sentences in test.items() for text in sentences]
     nearest = (encoder.encode([text for text, _ in texts], normalize_embeddings=True) @ centroids.T).argmax(1)
     return float(np.mean([labels[i] == label for i, (_, label) in zip(nearest, texts, strict=True)]))
 
@@ -64,31 +64,31 @@ def main() -> None:
     parser.add_argument("--shots", type=int, default=8, help="sentences of each label that are used")
     parser.add_argument("--pairs", type=int, default=5, help="pairs for each of them")
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    args = parser.parse_args()
 
-    draw, train = random.Random(given.seed), read(given.train)
+    draw, train = random.Random(args.seed), read(args.train)
     for texts in train.values():
         draw.shuffle(texts)
-    shots = {label: texts[: given.shots] for label, texts in train.items()}
-    test = read(given.test) if given.test else {label: texts[given.shots :] for label, texts in train.items()}
-    output = Path(given.output)
+    shots = {label: texts[: args.shots] for label, texts in train.items()}
+    test = read(args.test) if args.test else {label: texts[args.shots :] for label, texts in train.items()}
+    output = Path(args.output)
     pairs = output.with_name(f"{output.name}-pairs.jsonl")
-    rows = pairs_of(shots, given.pairs, draw)
+    rows = pairs_of(shots, args.pairs, draw)
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    print(f"before: {accuracy(given.model, shots, test):.4f}")
+    print(f"before: {accuracy(args.model, shots, test):.4f}")
     options = FinetuneOptions(
         task="embedding",
-        model=given.model,
+        model=args.model,
         train=(str(pairs),),
-        output=given.output,
+        output=args.output,
         loss="ranking",
         epochs=1,
         batch_size=32,
         learning_rate=5e-5,
-        seed=given.seed,
+        seed=args.seed,
     )
     execute(options, make_task)
-    print(f"after {len(rows)} pairs: {accuracy(given.output, shots, test):.4f}")
+    print(f"after {len(rows)} pairs: {accuracy(args.output, shots, test):.4f}")
 
 
 if __name__ == "__main__":

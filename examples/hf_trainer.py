@@ -24,26 +24,26 @@ def main() -> None:
     parser.add_argument("--train", default=str(HERE / "data/intents.csv"), help="a CSV file: text, label")
     parser.add_argument("--output", default="trained")
     parser.add_argument("--steps", type=int, default=20)
-    given = parser.parse_args()
+    options = parser.parse_args()
 
-    rows = datasets.load_dataset("csv", data_files=given.train, split="train").class_encode_column("label")
+    rows = datasets.load_dataset("csv", data_files=options.train, split="train").class_encode_column("label")
     names = rows.features["label"].names
     model = fastbert.AutoModelForSequenceClassification.from_pretrained(
-        given.model,
+        options.model,
         num_labels=len(names),
         id2label=dict(enumerate(names)),
         label2id={n: i for i, n in enumerate(names)},
     )
-    tokenizer = transformers.AutoTokenizer.from_pretrained(resolve(given.model))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(resolve(options.model))
     rows = rows.map(lambda batch: tokenizer(batch["text"], truncation=True, max_length=128), batched=True)
     split = rows.train_test_split(0.25, seed=0, stratify_by_column="label")
 
-    def metrics(found: transformers.EvalPrediction) -> dict[str, float]:
-        return {"accuracy": float(np.mean(found.predictions.argmax(-1) == found.label_ids))}
+    def metrics(prediction: transformers.EvalPrediction) -> dict[str, float]:
+        return {"accuracy": float(np.mean(prediction.predictions.argmax(-1) == prediction.label_ids))}
 
     arguments = transformers.TrainingArguments(
-        given.output,
-        max_steps=given.steps,
+        options.output,
+        max_steps=options.steps,
         per_device_train_batch_size=16,
         learning_rate=1e-4,
         logging_steps=5,
@@ -60,8 +60,8 @@ def main() -> None:
     )
     trainer.train()
     print(trainer.evaluate())
-    model.save_pretrained(given.output)
-    tokenizer.save_pretrained(given.output)
+    model.save_pretrained(options.output)
+    tokenizer.save_pretrained(options.output)
 
 
 if __name__ == "__main__":

@@ -44,12 +44,12 @@ def main() -> None:
     parser.add_argument("--train", default=str(HERE / "data/intents.csv"), help="a CSV file: text, label")
     parser.add_argument("--output", default="trained")
     parser.add_argument("--epochs", type=int, default=5)
-    given = parser.parse_args()
+    options = parser.parse_args()
 
-    with open(given.train, encoding="utf-8", newline="") as file:
+    with open(options.train, encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     names = sorted({row["label"] for row in rows})
-    tokenizer = transformers.AutoTokenizer.from_pretrained(resolve(given.model))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(resolve(options.model))
     examples = [
         {**tokenizer(row["text"], truncation=True, max_length=128), "labels": names.index(row["label"])} for row in rows
     ]
@@ -59,12 +59,12 @@ def main() -> None:
         torch.utils.data.DataLoader(examples[::4], 16, collate_fn=collate),
     ]
     lightning.seed_everything(0)
-    module = Classifier(given.model, len(names))
-    trainer = lightning.Trainer(max_epochs=given.epochs, logger=False, enable_checkpointing=False)
+    module = Classifier(options.model, len(names))
+    trainer = lightning.Trainer(max_epochs=options.epochs, logger=False, enable_checkpointing=False)
     trainer.fit(module, *loaders)
     print({name: round(float(value), 4) for name, value in trainer.callback_metrics.items()})
-    module.model.save_pretrained(given.output)
-    tokenizer.save_pretrained(given.output)
+    module.model.save_pretrained(options.output)
+    tokenizer.save_pretrained(options.output)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,6 @@ for question, vector in zip(options.ask, questions, strict=True):
         f"\n{question}\n  {names[chapter]} ({near[best]:.2f}), {chunks.starts[best] / len(texts[chapter]):.0%} into it:"
     )
     print(textwrap.indent(textwrap.fill(" ".join(passage.split()), 110), "    "))
-    place = int((of_beginnings > of_beginnings[chapter]).sum()) + 1
-    print(f"  By beginnings alone this chapter is number {place} of {len(texts)}, and the first one is")
+    rank = int((of_beginnings > of_beginnings[chapter]).sum()) + 1
+    print(f"  By beginnings alone this chapter is number {rank} of {len(texts)}, and the first one is")
     print(f"  {names[int(of_beginnings.argmax())]} ({of_beginnings.max():.2f})")

@@ -25,19 +25,19 @@ def main() -> None:
     parser.add_argument("--train", default=str(HERE / "data/pairs.jsonl"), help="JSON lines: anchor, positive")
     parser.add_argument("--output", default="trained")
     parser.add_argument("--steps", type=int, default=20)
-    given = parser.parse_args()
+    options = parser.parse_args()
 
-    rows = datasets.load_dataset("json", data_files=given.train, split="train")
+    rows = datasets.load_dataset("json", data_files=options.train, split="train")
     held_out, rows = rows.select(range(8)), rows.select(range(8, len(rows)))
     evaluator = InformationRetrievalEvaluator(
         queries=dict(enumerate(held_out["anchor"])),
         corpus=dict(enumerate(held_out["positive"])),
         relevant_docs={i: {i} for i in range(len(held_out))},
     )
-    model = fastbert.accelerate(SentenceTransformer(str(resolve(given.model))))
+    model = fastbert.accelerate(SentenceTransformer(str(resolve(options.model))))
     arguments = SentenceTransformerTrainingArguments(
-        given.output,
-        max_steps=given.steps,
+        options.output,
+        max_steps=options.steps,
         per_device_train_batch_size=16,
         learning_rate=5e-5,
         logging_steps=5,
@@ -55,7 +55,7 @@ def main() -> None:
     trainer.train()
     print(f"accuracy@1 {evaluator(model)['cosine_accuracy@1']:.3f}")
     print(fastbert.status(model))
-    model.save_pretrained(given.output)
+    model.save_pretrained(options.output)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ encoder = fastbert.SentenceEncoder(options.model)
 encodings = encoder.tokenizer.encode_batch([row["sentence"] for row in rows])
 places = []
 for row, encoding in zip(rows, encodings, strict=True):
-    found = re.search(rf"\b{row['word']}\b", row["sentence"], re.IGNORECASE)
-    places.append(inspect.tokens_of_word(encoding, *found.span()))
+    match = re.search(rf"\b{row['word']}\b", row["sentence"], re.IGNORECASE)
+    places.append(inspect.tokens_of_word(encoding, *match.span()))
 states = inspect.hidden_states(encoder.model, fastbert.pack_inputs([encoding.ids for encoding in encodings]))
 vectors = inspect.word_vectors(states, places)  # (layers, 200, hidden_size)
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from fastbert.bulk.ray_engine import ray_encode as ray_encode
     from fastbert.config import EncoderConfig as EncoderConfig
     from fastbert.cuda_graphs import graphs as graphs
+    from fastbert.data.chunks import Windows as Windows
     from fastbert.data.collator import PackingCollator as PackingCollator
-    from fastbert.data.windows import Windows as Windows
     from fastbert.errors import BackendError as BackendError
     from fastbert.errors import CheckpointError as CheckpointError
     from fastbert.errors import ConfigError as ConfigError
@@ -83,7 +83,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "fastbert.config": ("EncoderConfig",),
     "fastbert.cuda_graphs": ("graphs",),
     "fastbert.data.collator": ("PackingCollator",),
-    "fastbert.data.windows": ("Windows",),
+    "fastbert.data.chunks": ("Windows",),
     "fastbert.errors": ("BackendError", "CheckpointError", "ConfigError", "InputError"),
     "fastbert.master_weights": ("MasterWeights",),
     "fastbert.backend_report": ("backends",),

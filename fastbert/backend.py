@@ -32,8 +32,8 @@ class Backend(str, enum.Enum):
     CUDA = "cuda"
 
 
-# What `auto` tries, by the tensors' device. Triton has every op; CUDA's kernels come first where a GPU has shown that
-# they are faster (docs/cuda.md). Triton's interpreter serves CPU tensors too, but only when asked by name.
+# What `auto` tries, by the tensors' device. CUDA's kernels come first where a GPU has shown that they are faster
+# (docs/cuda.md). Triton's interpreter serves CPU tensors too, but only when asked by name.
 ORDER = {"cuda": (Backend.TRITON, Backend.CUDA), "cpu": (Backend.CPU,)}
 
 Supports = Callable[..., "str | None"]
@@ -214,11 +214,11 @@ def first_to_serve(op: str, x: torch.Tensor, *args) -> Backend | None:
     return None
 
 
-def try_fused(op: str, x: torch.Tensor, look: Callable[[], Any]) -> Callable[..., Any] | str:
-    """`op`, which stands for several ops, bound to x and to what `look()` returns; or why they run one by one.
+def try_fused(op: str, x: torch.Tensor, find_operands: Callable[[], Any]) -> Callable[..., Any] | str:
+    """`op`, which stands for several ops, bound to x and to what `find_operands()` returns; or why they run one by one.
 
-    `look()` finds out what the op would run on, or gives a reason, a str: the dear part. It is asked only where x, the
-    modes of the process and the choice of a backend leave it open.
+    `find_operands()` finds out what the op would run on, or gives a reason, a str, which takes most of the time. It is
+    asked only where x, the modes of the process and the choice of a backend leave it open.
     """
     if (transformed := transform_unsupported()) is not None:
         return transformed
@@ -228,7 +228,7 @@ def try_fused(op: str, x: torch.Tensor, look: Callable[[], Any]) -> Callable[...
             continue
         unsupported = table[backend](x)
         if unsupported is None:
-            operands = look() if operands is None else operands
+            operands = find_operands() if operands is None else operands
             if isinstance(operands, str):
                 return operands
             accepts, run = FUSED[op][backend]

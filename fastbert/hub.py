@@ -116,13 +116,13 @@ def _download(hub_id: str, config_only: bool, options: HubOptions) -> Path:
     from huggingface_hub import snapshot_download
 
     wanted = ["*.json", "*.txt", "*.model", "*.safetensors", "*.safetensors.index.json", "README.md"]
-    given = options.of_download()
+    kwargs = options.of_download()
     if config_only:
-        return Path(snapshot_download(hub_id, allow_patterns=["*config.json", "modules.json"], **given))
+        return Path(snapshot_download(hub_id, allow_patterns=["*config.json", "modules.json"], **kwargs))
     # Weights in other formats are fetched only where there is nothing better.
-    folder = Path(snapshot_download(hub_id, allow_patterns=wanted, ignore_patterns=["onnx/*", "openvino/*"], **given))
+    folder = Path(snapshot_download(hub_id, allow_patterns=wanted, ignore_patterns=["onnx/*", "openvino/*"], **kwargs))
     if not list((folder / options.subfolder).glob("*.safetensors")):
-        folder = Path(snapshot_download(hub_id, allow_patterns=[*wanted, "*pytorch_model*"], **given))
+        folder = Path(snapshot_download(hub_id, allow_patterns=[*wanted, "*pytorch_model*"], **kwargs))
     return folder
 
 

@@ -116,9 +116,9 @@ class FeedForwardSpec:
 
 @dataclass(frozen=True)
 class NormSpec:
-    """kind "rms": RMSNorm (Zhang & Sennrich 2019, eq. 4), which has no bias."""
+    """type "rms": RMSNorm (Zhang & Sennrich 2019, eq. 4), which has no bias."""
 
-    kind: Literal["layer", "rms"] = "layer"
+    type: Literal["layer", "rms"] = "layer"
     eps: float = 1e-12
     bias: bool = True
 
@@ -212,8 +212,8 @@ class LayerNames:
 class LayerSpec:
     """What the layer at one depth computes, without tensors.
 
-    norm_first: the norms stand before each half (pre-norm) instead of behind it (post-norm). biases: the roles whose
-    Linear has one. The dropouts are those of the two halves' results. after: what stands behind the layer.
+    norm_first: the norms stand before each sublayer (pre-norm) instead of behind it (post-norm). biases: the roles
+    whose Linear has one. The dropouts are those of the two sublayers' results. after: what stands behind the layer.
     """
 
     names: LayerNames
@@ -233,11 +233,11 @@ class LayerSpec:
         of distances and its norm, the convolution and its norm.
         """
         position, after = self.attention.relative, self.after
-        found = [] if position is None else [position.table]
+        paths = [] if position is None else [position.table]
         if isinstance(position, Disentangled) and position.norm is not None:
-            found.append(position.norm)
-        found += [] if after is None else [f"{after.path}.conv", f"{after.path}.LayerNorm"]
-        return tuple(found)
+            paths.append(position.norm)
+        paths += [] if after is None else [f"{after.path}.conv", f"{after.path}.LayerNorm"]
+        return tuple(paths)
 
     @property
     def relative_bits(self) -> int:
@@ -260,20 +260,20 @@ class LayerSpec:
 
     @property
     def dropouts(self) -> dict[str, float]:
-        """All of them: of the attention probabilities, of what goes into the last product, of the halves' results; of
-        the table of Disentangled, and of what stands behind the layer, where there are these.
+        """All of them: of the attention probabilities, of what goes into the last product, of the sublayers' results;
+        of the table of Disentangled, and of what stands behind the layer, where there are these.
         """
-        made = {
+        rates = {
             "attention": self.attention.dropout,
             "attention_output": self.attention_output_dropout,
             "inner": self.feed_forward.dropout,
             "feed_forward": self.feed_forward_dropout,
         }
         if isinstance(self.attention.position, Disentangled):
-            made["relative"] = self.attention.relative_dropout
+            rates["relative"] = self.attention.relative_dropout
         if self.after is not None:
-            made["after"] = self.after.dropout
-        return made
+            rates["after"] = self.after.dropout
+        return rates
 
     def causal(self) -> LayerSpec:
         """The same, but that attention sees no token behind its own."""

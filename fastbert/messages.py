@@ -31,8 +31,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str | None:
         return words[max(inside, key=len)]
     close = difflib.get_close_matches(wanted, words, n=1)
     around = [entry for entry in words if set(wanted.split("-")) <= set(entry.split("-"))]
-    found = close or sorted(around, key=len)[:1]
-    return words[found[0]] if found else None
+    nearest = close or sorted(around, key=len)[:1]
+    return words[nearest[0]] if nearest else None
 
 
 def _normal(name: str) -> str:

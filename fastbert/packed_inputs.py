@@ -93,15 +93,15 @@ class PackedInputs(Mapping[str, Any]):
         old: PackedBatch = self._fields["batch"]
         labelled = None if old.labelled is None else old.labelled[:0]
         bounds = None if old.bounds is None else dict.fromkeys(old.bounds, (0, 0))
-        made: dict[str, Any] = {"batch": PackedBatch(None, old.cu_seqlens[:1], 0, 0, None, 0, labelled, bounds)}
+        fields: dict[str, Any] = {"batch": PackedBatch(None, old.cu_seqlens[:1], 0, 0, None, 0, labelled, bounds)}
         if labelled is not None:  # labels of tokens, which may be in rows
-            made["labels"] = self._fields["labels"].flatten()[:0]
+            fields["labels"] = self._fields["labels"].flatten()[:0]
         for name, value in self._fields.items():
-            made.setdefault(name, value if name in ("batch", "num_choices") else value[:0])
-        return PackedInputs({name: made[name] for name in self._fields})
+            fields.setdefault(name, value if name in ("batch", "num_choices") else value[:0])
+        return PackedInputs({name: fields[name] for name in self._fields})
 
-    def with_slack(self, total_tokens: int, batch_size: int, labelled: int, max_seqlen: int) -> PackedInputs:
-        """The same batch in the sizes of its bucket: behind what is real is slack, without a label (docs/packing.md).
+    def with_capacity(self, total_tokens: int, batch_size: int, labelled: int, max_seqlen: int) -> PackedInputs:
+        """The same batch in the sizes of its bucket: behind the real rows is padding, without labels (docs/packing.md).
 
         `batch_size` counts each choice; `labelled` is read where labels are those of tokens. Raises InputError where
         the batch has more of one of these, or padded outputs, or where no token is left for labels of none.
@@ -109,14 +109,14 @@ class PackedInputs(Mapping[str, Any]):
         fields, num_choices = self._fields, self._fields.get("num_choices", 1)
         if batch_size % num_choices:
             raise InputError(f"batch_size is {batch_size}; it must be a multiple of num_choices {num_choices}")
-        made = {"batch": fields["batch"].with_slack(total_tokens, batch_size, labelled, max_seqlen)}
+        changed = {"batch": fields["batch"].with_capacity(total_tokens, batch_size, labelled, max_seqlen)}
         for name, value in fields.items():
             if isinstance(value, torch.Tensor):
                 is_per_token = name in _IDS or (name == "labels" and fields["batch"].labelled is not None)
                 rows = total_tokens if is_per_token else batch_size // num_choices
-                slack = 0 if name in _IDS or value.is_floating_point() else -100
-                made[name] = torch.cat([value, value.new_full((rows - len(value), *value.shape[1:]), slack)])
-        return PackedInputs(fields | made)
+                fill = 0 if name in _IDS or value.is_floating_point() else -100
+                changed[name] = torch.cat([value, value.new_full((rows - len(value), *value.shape[1:]), fill)])
+        return PackedInputs(fields | changed)
 
     def _moved(self, move: Callable[[Any], Any]) -> PackedInputs:
         return PackedInputs({name: v if isinstance(v, int) else move(v) for name, v in self._fields.items()})
@@ -157,10 +157,12 @@ class ModelInputs(NamedTuple):
         return ModelInputs(**{name: packed[name] for name in _ENCODER_FIELDS if name in packed})
 
 
-def labels_of(packed: PackedInputs, given: dict[str, Any]) -> dict[str, Any]:
-    """What a head takes beside its encoder's arguments; InputError where it was `given` labels otherwise, too."""
-    if given:
-        raise InputError(f"{', '.join(given)} and a PackedInputs exclude each other: fastbert.pack_inputs takes labels")
+def labels_of(packed: PackedInputs, labels: dict[str, Any]) -> dict[str, Any]:
+    """What a head takes beside its encoder's arguments; InputError where there are `labels` outside of it, too."""
+    if labels:
+        raise InputError(
+            f"{', '.join(labels)} and a PackedInputs exclude each other: fastbert.pack_inputs takes labels"
+        )
     return {name: value for name, value in packed.items() if name not in _ENCODER_FIELDS}
 
 
@@ -214,9 +216,9 @@ def pack_inputs(
     if per_token is not None:
         packed_labels = batch.pack(fields["labels"]) if batch.seqlen is not None else fields["labels"]
     others = (start_positions, end_positions, next_sentence_label, sentence_order_label)
-    given = dict(zip(_SEQUENCE_LABELS, others, strict=True)) | ({"labels": labels} if per_token is None else {})
+    per_sequence = dict(zip(_SEQUENCE_LABELS, others, strict=True)) | ({"labels": labels} if per_token is None else {})
     num_examples = batch.batch_size // (num_choices or 1)
-    for name, values in given.items():
+    for name, values in per_sequence.items():
         if values is not None:
             fields[name] = _sequence_labels(name, values, num_examples)
     # What models compare with their tables: real tokens' ids and labels, -100 being no label.
@@ -351,12 +353,12 @@ def _pack_lists(ids: Any, mask: Any, tokens: dict[str, Any]) -> tuple[PackedBatc
     if not lengths:
         raise InputError("an empty batch: input_ids holds no sequence")
     fields = {"input_ids": flat}
-    given = tokens if mask is None else {**tokens, "attention_mask": mask}
-    for name, values in given.items():
-        fields[name], found = _joined(name, values)
-        if len(found) != len(lengths):
-            raise InputError(f"{name} has {len(found)} sequences; input_ids has {len(lengths)}")
-        for i, (count, length) in enumerate(zip(found, lengths, strict=True)):
+    others = tokens if mask is None else {**tokens, "attention_mask": mask}
+    for name, values in others.items():
+        fields[name], counts = _joined(name, values)
+        if len(counts) != len(lengths):
+            raise InputError(f"{name} has {len(counts)} sequences; input_ids has {len(lengths)}")
+        for i, (count, length) in enumerate(zip(counts, lengths, strict=True)):
             if count != length:
                 raise InputError(f"{name} has {count} values for sequence {i}, which has {length} tokens")
     masks = fields.pop("attention_mask", None)
@@ -374,9 +376,9 @@ def _pack_lists(ids: Any, mask: Any, tokens: dict[str, Any]) -> tuple[PackedBatc
     return batch, fields, fields["input_ids"][:0]
 
 
-def _joined(name: str, given: Any) -> tuple[torch.Tensor, list[int]]:
+def _joined(name: str, values: Any) -> tuple[torch.Tensor, list[int]]:
     """Lists of integers one after the other, int64, and their lengths."""
-    rows = _rows(name, given)
+    rows = _rows(name, values)
     lengths = list(map(len, rows)) if all(type(row) in _PLAIN_ROWS for row in rows) else []
     try:  # all at once: torch's calls for each of hundreds of rows take a millisecond
         joined = np.concatenate([row for row, n in zip(rows, lengths, strict=True) if n]) if any(lengths) else None

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fastbert import ops
-from fastbert.layers.fingerprint import forget_all
+from fastbert.layers.guard import forget_all
 from fastbert.layers.leaves import get_leaf
 from fastbert.layers.operands import layer_operands
 from fastbert.models.base import HasModel

@@ -182,8 +182,8 @@ class PackedBatch:
         indices, labelled = (None if t is None else move(t) for t in (self.indices, self.labelled))
         return replace(self, indices=indices, cu_seqlens=move(self.cu_seqlens), labelled=labelled, cache={})
 
-    def with_slack(self, total_tokens: int, batch_size: int, labelled: int, max_seqlen: int) -> PackedBatch:
-        """The same batch with slack behind it, as `PackedInputs.with_slack` says; raises InputError."""
+    def with_capacity(self, total_tokens: int, batch_size: int, labelled: int, max_seqlen: int) -> PackedBatch:
+        """The same batch with padding rows behind it, as `PackedInputs.with_capacity` says; raises InputError."""
         if self.seqlen is not None or self.indices is not None:
             raise InputError(
                 "a batch with padded outputs takes no padding rows behind it: make it from lists, or with"
@@ -195,9 +195,9 @@ class PackedBatch:
             "batch_size": (self.batch_size, batch_size),
             "max_seqlen": (self.max_seqlen, max_seqlen),
         } | ({} if kept is None else {"labelled": (len(kept), labelled)})
-        for name, (found, limit) in sizes.items():
-            if found > limit:
-                raise InputError(f"the batch does not fit: its {name} is {found}, and it is to be padded to {limit}")
+        for name, (size, limit) in sizes.items():
+            if size > limit:
+                raise InputError(f"the batch does not fit: its {name} is {size}, and it is to be padded to {limit}")
         if kept is not None and len(kept) < labelled:
             if total_tokens == self.total_tokens:
                 raise InputError(
@@ -308,7 +308,7 @@ class PackedBatch:
         return self.cu_seqlens[::num_choices].diff() > 0
 
     def has_sequence(self) -> torch.Tensor:
-        """bool (total_tokens,): which tokens are a sequence's; the others are slack."""
+        """bool (total_tokens,): which tokens are a sequence's; the others are padding."""
         return torch.arange(self.total_tokens, device=self.cu_seqlens.device) < self.cu_seqlens[-1]
 
     def check(self, ranges: Sequence[IdRange]) -> None:
@@ -362,7 +362,7 @@ class PackedBatch:
     def local_positions(self) -> torch.Tensor:
         """int64 (total_tokens,): a token's column in the padded grid, or its place in its sequence if packed input.
 
-        Slack rows, which may be more than there are positions, have 0.
+        Padding rows, which may be more than there are positions, have 0.
         """
         if self.seqlen is not None:
             column = torch.arange(self.seqlen, device=self.cu_seqlens.device).expand(self.batch_size, -1).reshape(-1)
@@ -386,24 +386,24 @@ class PackedBatch:
 
     def grid_slots(self) -> tuple[int, torch.Tensor]:
         """The columns of a grid that holds the batch, and int64 (total_tokens,): each token's slot in that grid, row by
-        row; slack rows of a packed batch have the one behind it.
+        row; padding rows of a packed batch have the one behind it.
         """
         width = self.max_seqlen if self.seqlen is None else self.seqlen
         if self.seqlen is not None:
             tokens = torch.arange(self.total_tokens, device=self.cu_seqlens.device)
             return width, tokens if self.indices is None else self.indices
         sequence, inside = token_sequences(self.cu_seqlens, self.total_tokens)
-        place = torch.arange(self.total_tokens, device=sequence.device) - self.cu_seqlens[sequence].long()
-        slots = sequence * width + place
+        position = torch.arange(self.total_tokens, device=sequence.device) - self.cu_seqlens[sequence].long()
+        slots = sequence * width + position
         return width, torch.where(inside, slots, self.batch_size * width)
 
     def local_targets(self, positions: torch.Tensor) -> torch.Tensor:
         """Columns of the padded grid (batch,) -> places among a sequence's real tokens; -1 where there is no token."""
         if self.indices is None or self.seqlen is None:
             return positions
-        place = torch.full((self.batch_size * self.seqlen,), -1, device=positions.device)
-        place[self.indices] = torch.arange(self.indices.numel(), device=positions.device)
+        token_of = torch.full((self.batch_size * self.seqlen,), -1, device=positions.device)
+        token_of[self.indices] = torch.arange(self.indices.numel(), device=positions.device)
         inside = (positions >= 0) & (positions < self.seqlen)
         rows = torch.arange(self.batch_size, device=positions.device) * self.seqlen
-        token = place[rows + positions.clamp(0, self.seqlen - 1)]
+        token = token_of[rows + positions.clamp(0, self.seqlen - 1)]
         return torch.where(inside & (token >= 0), token - self.cu_seqlens[:-1], -1)

@@ -125,14 +125,14 @@ def _watch(
         for name, leaf in leaves.items():
             stack.callback(leaf.register_forward_hook(hook(name)).remove)
         count = 0
-        for given in [inputs] if isinstance(model, HasModel) else inputs:
+        for batch in [inputs] if isinstance(model, HasModel) else inputs:
             if isinstance(model, HasModel):
-                count += len(model.encode(given))
-            elif isinstance(given, Mapping):
-                model(**given)
+                count += len(model.encode(batch))
+            elif isinstance(batch, Mapping):
+                model(**batch)
                 count += 1
             else:
-                raise TypeError(f"an input is a {type(given).__name__}; it must be a dict of the model's arguments")
+                raise TypeError(f"an input is a {type(batch).__name__}; it must be a dict of the model's arguments")
         if count == 0:
             raise InputError("there are no inputs to measure with")
 

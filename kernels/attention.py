@@ -56,8 +56,8 @@ def _attention_tiles_kernel(
     itself with everyone, BLOCK_R at a time."""
     sequence = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)  # [B]
     begin, length = _load_spans(cu_seqlens_ptr, sequence, batch_size, total_tokens)
-    key = tl.where(sequence == batch_size, -1, length)  # slack is last
-    place = tl.zeros([BLOCK_B], tl.int32)
+    key = tl.where(sequence == batch_size, -1, length)  # padding is last
+    offset = tl.zeros([BLOCK_B], tl.int32)
     occupied = tl.zeros([BLOCK_R], tl.int32)
     for start in range(0, batch_size + 1, BLOCK_R):
         other = start + tl.arange(0, BLOCK_R)  # [R]
@@ -65,18 +65,18 @@ def _attention_tiles_kernel(
         other_key = tl.where(other == batch_size, -1, other_length)[None, :]
         other_count = tl.cdiv(other_length, BLOCK_TILE)
         is_before = (other_key > key[:, None]) | ((other_key == key[:, None]) & (other[None, :] < sequence[:, None]))
-        place += tl.sum(tl.where(is_before, other_count[None, :], 0), axis=1)
+        offset += tl.sum(tl.where(is_before, other_count[None, :], 0), axis=1)
         occupied += other_count
 
     column = tl.arange(0, 4)[None, :]
     count = tl.cdiv(length, BLOCK_TILE)
-    keys_end = tl.where(sequence == batch_size, begin, begin + length)  # slack sees no key
+    keys_end = tl.where(sequence == batch_size, begin, begin + length)  # padding sees no key
     for i in range(0, tl.max(count, axis=0)):
         row = begin + i * BLOCK_TILE
         row_end = tl.minimum(row + BLOCK_TILE, begin + length)
         rows = tl.where(column == 0, row[:, None], row_end[:, None])
         keys = tl.where(column == 2, begin[:, None], keys_end[:, None])
-        entry = place + i  # within the list, but for sequences that overlap
+        entry = offset + i  # within the list, but for sequences that overlap
         at = entry[:, None] * 4 + column
         fits = (i < count) & (entry < num_tiles)
         tl.store(tiles_ptr + at, tl.where(column < 2, rows, keys), mask=fits[:, None] & (column < 4))
@@ -153,7 +153,7 @@ def kept_probs(philox_ptr, rows, first_column, head, threshold, scale, BLOCK_N: 
 
 @triton.jit
 def signed(scores, SIGN: tl.constexpr):
-    """Times the sign of softmax_scale, whose size comes later: the maximum is then the top of the softmax. Where the
+    """Times the sign of softmax_scale, whose size comes later: the maximum is then that of the softmax. Where the
     scale is 0 all finite scores are 0, and the size that comes later is not, since 0 times the -inf of a masked score
     would be NaN."""
     if SIGN != 1:
@@ -227,11 +227,11 @@ def constants_of(
     }  # fmt: skip
 
 
-def constants_by_kind(which: str, major, element_size, tile, num_heads, head_dim, group, *kind):
+def constants_of_pass(which: str, major, element_size, tile, num_heads, head_dim, group, *options):
     """constants_of, for the pass `which` with the blocks of blocks.py."""
-    _, dropout_p, _, has_positions = kind
+    _, dropout_p, _, has_positions = options
     blocks = attention_blocks_of(which, major, head_dim, element_size, tile, dropout_p > 0, group, has_positions)
-    return constants_of(blocks, num_heads, head_dim, group, *kind)
+    return constants_of(blocks, num_heads, head_dim, group, *options)
 
 
 def launch_arguments(x, group, tiles, philox, positions, softmax_scale, dropout_p, window_size, blocks: Blocks):

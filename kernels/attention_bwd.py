@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .attention import (
-    constants_by_kind,
+    constants_of_pass,
     in_window,
     kept_probs,
     load_rows,
@@ -34,7 +34,7 @@ from .sizes import cdiv, next_power_of_2
 
 @triton.jit(do_not_specialize=["total_tokens"])
 def _attention_records_kernel(
-    dout_ptr, out_ptr, top_ptr, sum_ptr, records_ptr, stride_dt, stride_dh, stride_ot, stride_oh, total_tokens,
+    dout_ptr, out_ptr, row_max_ptr, row_sum_ptr, records_ptr, stride_dt, stride_dh, stride_ot, stride_oh, total_tokens,
     scale_log2e, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TILE: tl.constexpr,
 ):  # fmt: skip
     """What the other kernels want of a query: records, fp32 (num_heads, total_tokens, 4), of 16 bytes each.
@@ -55,13 +55,13 @@ def _attention_records_kernel(
     product = tl.dot(dout, tl.trans(out), input_precision="ieee")  # [BLOCK_TILE, BLOCK_TILE]
     delta = tl.sum(tl.where(rows[:, None] == rows[None, :], product, 0.0), axis=1)
     at = head * total_tokens + rows
-    top = tl.load(top_ptr + at, mask=rows < total_tokens, other=0.0)
-    total = tl.load(sum_ptr + at, mask=rows < total_tokens, other=1.0)
-    total = tl.where(total == 0.0, 1.0, total)  # of a query without keys
+    row_max = tl.load(row_max_ptr + at, mask=rows < total_tokens, other=0.0)
+    row_sum = tl.load(row_sum_ptr + at, mask=rows < total_tokens, other=1.0)
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # of a query without keys
     if dout_ptr.dtype.element_ty == tl.float32:
-        shift, inverse = top, tl.div_rn(1.0, total)
+        shift, inverse = row_max, tl.div_rn(1.0, row_sum)
     else:  # one FMA makes an exponent of a score
-        shift, inverse = top * scale_log2e + tl.log2(total), top * 0.0
+        shift, inverse = row_max * scale_log2e + tl.log2(row_sum), row_max * 0.0
     column = tl.arange(0, 4)[None, :]
     records = tl.where(column == 0, shift[:, None], tl.where(column == 1, inverse[:, None], delta[:, None]))
     tl.store(records_ptr + at[:, None] * 4 + column, records, mask=(rows < total_tokens)[:, None] & (column < 4))
@@ -272,20 +272,20 @@ def _records_constants(strides, head_dim, block_d, scale_log2e):
     return {**constants, "BLOCK_D": block_d, "BLOCK_TILE": 32}
 
 
-def _bwd_constants(which, strides, stride_gt, *kind):
-    shared = constants_by_kind(which, *kind)
-    softmax_scale = kind[6]
+def _bwd_constants(which, strides, stride_gt, *rest):
+    shared = constants_of_pass(which, *rest)
+    softmax_scale = rest[6]
     return {**strides_of("qkvd", strides), **shared, "softmax_scale": softmax_scale, "stride_gt": stride_gt}
 
 
-_RECORDS = Launches("dout_ptr out_ptr top_ptr sum_ptr records_ptr", _records_constants, "total_tokens")
+_RECORDS = Launches("dout_ptr out_ptr row_max_ptr row_sum_ptr records_ptr", _records_constants, "total_tokens")
 _DKDV, _DQ = (
     Launches(
-        f"q_ptr k_ptr v_ptr dout_ptr records_ptr {made} tiles_ptr philox_ptr positions_ptr",
+        f"q_ptr k_ptr v_ptr dout_ptr records_ptr {outputs} tiles_ptr philox_ptr positions_ptr",
         _bwd_constants,
         "total_tokens",
     )
-    for made in ("dk_ptr dv_ptr", "dq_ptr")
+    for outputs in ("dk_ptr dv_ptr", "dq_ptr")
 )
 
 
@@ -299,16 +299,16 @@ def bwd_launches(
     num_tiles, total_tokens, strides, stride_gt, major, element_size, tile, num_heads, num_kv_heads, head_dim, *key
 ):  # fmt: skip
     """What launches on q, k, v, dout, records, the gradients, tiles, philox and positions: dk and dv, and dq. key: the
-    rest of constants_by_kind's. stride_gt: from a token of the gradients to the next one."""
+    rest of constants_of_pass's. stride_gt: from a token of the gradients to the next one."""
     rest, turn = (strides, stride_gt, major, element_size, tile), heads_in_turn(tile)
-    kind = (head_dim, num_heads // num_kv_heads, *key)
+    options = (head_dim, num_heads // num_kv_heads, *key)
     return (
         _DKDV.bind(
-            _attention_dkdv_kernel, ("dkdv", *rest, num_kv_heads, *kind), (num_tiles, cdiv(num_kv_heads, turn)),
+            _attention_dkdv_kernel, ("dkdv", *rest, num_kv_heads, *options), (num_tiles, cdiv(num_kv_heads, turn)),
             total_tokens,
         ),
         _DQ.bind(
-            _attention_dq_kernel, ("dq", *rest, num_heads, *kind), (num_tiles, cdiv(num_heads, turn)), total_tokens
+            _attention_dq_kernel, ("dq", *rest, num_heads, *options), (num_tiles, cdiv(num_heads, turn)), total_tokens
         ),
     )  # fmt: skip
 
@@ -316,10 +316,10 @@ def bwd_launches(
 def make_records(dout, out, softmax_stats, scale_log2e) -> torch.Tensor:
     """fp32 (num_heads, total_tokens, 4): see the kernel."""
     total_tokens, num_heads, head_dim = dout.shape
-    top, total = softmax_stats.unbind()
-    records = top.new_empty(num_heads, total_tokens, 4)
+    row_max, row_sum = softmax_stats.unbind()
+    records = row_max.new_empty(num_heads, total_tokens, 4)
     launch = records_launch(total_tokens, num_heads, row_strides(dout, out), head_dim, scale_log2e)
-    launch(dout, out, top, total, records)
+    launch(dout, out, row_max, row_sum, records)
     return records
 
 
@@ -336,11 +336,11 @@ def attention_bwd(
         return dqkv
     dq, dk, dv = torch.split_with_sizes(dqkv, (num_heads, num_kv_heads, num_kv_heads), 1)
     positions = None if window_positions is None else window_positions.contiguous()
-    kind = (row_strides(q, k, v, dout), dqkv.stride(0), major_of(q.device), q.element_size(), tile, *heads, head_dim)
+    sizes = (row_strides(q, k, v, dout), dqkv.stride(0), major_of(q.device), q.element_size(), tile, *heads, head_dim)
     options = (softmax_scale, dropout_p, tuple(window_size), positions is not None)
     with torch.cuda.device_of(q):
         records = make_records(dout, out, softmax_stats, scale_and_sign(softmax_scale)[0])
-        make_dkdv, make_dq = bwd_launches(tiles.shape[0], total_tokens, *kind, *options)
+        make_dkdv, make_dq = bwd_launches(tiles.shape[0], total_tokens, *sizes, *options)
         make_dkdv(q, k, v, dout, records, dk, dv, tiles, philox, positions)
         make_dq(q, k, v, dout, records, dq, tiles, philox, positions)
     if cos is not None:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .attention import (
-    constants_by_kind,
+    constants_of_pass,
     in_window,
     kept_probs,
     load_rows,
@@ -24,8 +24,8 @@ from .sizes import cdiv
 
 @triton.jit
 def _fwd_step(
-    acc, top, total, q, k_ptr, v_ptr, stride_kt, stride_vt, rows, places, start, begin, end, philox_ptr, positions_ptr,
-    head, scale_log2e, threshold, keep_scale, window_left, window_right,
+    acc, row_max, row_sum, q, k_ptr, v_ptr, stride_kt, stride_vt, rows, places, start, begin, end, philox_ptr,
+    positions_ptr, head, scale_log2e, threshold, keep_scale, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SIGN: tl.constexpr, IS_FP32: tl.constexpr,
     IS_WHOLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -39,26 +39,26 @@ def _fwd_step(
             keys = window_places(positions_ptr, columns, end, HAS_POSITIONS)
             seen = seen & in_window(places[:, None], keys[None, :], window_left, window_right)
         scores = tl.where(seen, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, axis=1))
-    finite = new_top
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+    finite = new_max
     if HAS_WINDOW:  # a query that has seen no key yet
-        finite = tl.where(new_top == float("-inf"), 0.0, new_top)
+        finite = tl.where(new_max == float("-inf"), 0.0, new_max)
     if IS_FP32:
         probs = tl.exp2((scores - finite[:, None]) * scale_log2e)
     else:  # one FMA, whose rounding drowns in the operands'
         probs = tl.exp2(scores * scale_log2e - (finite * scale_log2e)[:, None])
-    shrink = tl.exp2((top - finite) * scale_log2e)
-    total = total * shrink + tl.sum(probs, axis=1)
+    shrink = tl.exp2((row_max - finite) * scale_log2e)
+    row_sum = row_sum * shrink + tl.sum(probs, axis=1)
     if HAS_DROPOUT:
         probs = probs * kept_probs(philox_ptr, rows, start - begin, head, threshold, keep_scale, BLOCK_N)
     v = load_rows(v_ptr, stride_vt, start, end, BLOCK_N, HEAD_DIM, BLOCK_D, IS_WHOLE)
     acc = tl.dot(probs.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return acc, new_top, total
+    return acc, new_max, row_sum
 
 
 @triton.jit
 def _fwd_head(
-    q_ptr, k_ptr, v_ptr, out_ptr, top_ptr, sum_ptr, philox_ptr, positions_ptr, stride_qt, stride_kt, stride_vt,
+    q_ptr, k_ptr, v_ptr, out_ptr, row_max_ptr, row_sum_ptr, philox_ptr, positions_ptr, stride_qt, stride_kt, stride_vt,
     stride_ot, head, first, last, begin, end, scale_log2e, threshold, keep_scale, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TILE: tl.constexpr, BLOCK_STEP: tl.constexpr,
     SIGN: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
@@ -69,34 +69,35 @@ def _fwd_head(
     places = window_places(positions_ptr, rows, last, HAS_POSITIONS)
     q = load_rows(q_ptr, stride_qt, first, last, BLOCK_TILE, HEAD_DIM, BLOCK_D, False)
     acc = tl.zeros([BLOCK_TILE, BLOCK_D], tl.float32)
-    top = tl.full([BLOCK_TILE], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_TILE], tl.float32)
+    row_max = tl.full([BLOCK_TILE], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_TILE], tl.float32)
     low, high = walk(begin, end, first, last, window_left, window_right, HAS_WINDOW)
     whole = low
     if not HAS_WINDOW:  # what needs no mask
         whole = low + (high - low) // BLOCK_STEP * BLOCK_STEP
         for start in range(low, whole, BLOCK_STEP):
-            acc, top, total = _fwd_step(
-                acc, top, total, q, k_ptr, v_ptr, stride_kt, stride_vt, rows, places, start, begin, end, philox_ptr,
-                positions_ptr, head, scale_log2e, threshold, keep_scale, window_left, window_right,
+            acc, row_max, row_sum = _fwd_step(
+                acc, row_max, row_sum, q, k_ptr, v_ptr, stride_kt, stride_vt, rows, places, start, begin, end,
+                philox_ptr, positions_ptr, head, scale_log2e, threshold, keep_scale, window_left, window_right,
                 HEAD_DIM, BLOCK_D, BLOCK_STEP, SIGN, IS_FP32, True, False, False, HAS_DROPOUT,
             )  # fmt: skip
     for start in range(whole, high, BLOCK_STEP):
-        acc, top, total = _fwd_step(
-            acc, top, total, q, k_ptr, v_ptr, stride_kt, stride_vt, rows, places, start, begin, end, philox_ptr,
+        acc, row_max, row_sum = _fwd_step(
+            acc, row_max, row_sum, q, k_ptr, v_ptr, stride_kt, stride_vt, rows, places, start, begin, end, philox_ptr,
             positions_ptr, head, scale_log2e, threshold, keep_scale, window_left, window_right,
             HEAD_DIM, BLOCK_D, BLOCK_STEP, SIGN, IS_FP32, False, HAS_WINDOW, HAS_POSITIONS, HAS_DROPOUT,
         )  # fmt: skip
-    inverse = tl.div_rn(1.0, tl.where(total == 0.0, 1.0, total))  # 1 for 1, which a GPU's own division does not promise
+    # 1 for 1, which a GPU's own division does not promise.
+    inverse = tl.div_rn(1.0, tl.where(row_sum == 0.0, 1.0, row_sum))
     store_rows(out_ptr, stride_ot, first, last, acc * inverse[:, None], HEAD_DIM)
     if RETURN_STATS:
-        tl.store(top_ptr + rows, tl.where(total == 0.0, 0.0, top), mask=rows < last)
-        tl.store(sum_ptr + rows, total, mask=rows < last)
+        tl.store(row_max_ptr + rows, tl.where(row_sum == 0.0, 0.0, row_max), mask=rows < last)
+        tl.store(row_sum_ptr + rows, row_sum, mask=rows < last)
 
 
 @triton.jit(do_not_specialize=["threshold", "total_tokens", "window_left", "window_right"])
 def _attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, top_ptr, sum_ptr, tiles_ptr, philox_ptr, positions_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, row_max_ptr, row_sum_ptr, tiles_ptr, philox_ptr, positions_ptr,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
     total_tokens, num_heads, scale_log2e, threshold, keep_scale, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TILE: tl.constexpr, BLOCK_STEP: tl.constexpr,
@@ -115,27 +116,29 @@ def _attention_fwd_kernel(
         kh = h // GROUP
         _fwd_head(
             q_ptr + h * stride_qh, k_ptr + kh * stride_kh, v_ptr + kh * stride_vh, out_ptr + h * HEAD_DIM,
-            top_ptr + h * total_tokens, sum_ptr + h * total_tokens, philox_ptr, positions_ptr,
+            row_max_ptr + h * total_tokens, row_sum_ptr + h * total_tokens, philox_ptr, positions_ptr,
             stride_qt, stride_kt, stride_vt, num_heads * HEAD_DIM,
             head, first, last, begin, end, scale_log2e, threshold, keep_scale, window_left, window_right,
             HEAD_DIM, BLOCK_D, BLOCK_TILE, BLOCK_STEP, SIGN, HAS_WINDOW, HAS_POSITIONS, HAS_DROPOUT, RETURN_STATS,
         )  # fmt: skip
 
 
-def _fwd_constants(strides, return_stats, *kind):
-    return {**strides_of("qkv", strides), **constants_by_kind("fwd", *kind), "RETURN_STATS": return_stats}
+def _fwd_constants(strides, return_stats, *rest):
+    return {**strides_of("qkv", strides), **constants_of_pass("fwd", *rest), "RETURN_STATS": return_stats}
 
 
 _FWD = Launches(
-    "q_ptr k_ptr v_ptr out_ptr top_ptr sum_ptr tiles_ptr philox_ptr positions_ptr", _fwd_constants, "total_tokens"
+    "q_ptr k_ptr v_ptr out_ptr row_max_ptr row_sum_ptr tiles_ptr philox_ptr positions_ptr",
+    _fwd_constants,
+    "total_tokens",
 )
 
 
 def fwd_launch(num_tiles, total_tokens, strides, return_stats, major, element_size, tile, num_heads, *key):
     """What launches on q, k, v, out, the two rows of softmax_stats, tiles, philox and positions. key: the rest of
-    constants_by_kind's."""
-    kind = (strides, return_stats, major, element_size, tile, num_heads, *key)
-    return _FWD.bind(_attention_fwd_kernel, kind, (num_tiles, cdiv(num_heads, heads_in_turn(tile))), total_tokens)
+    constants_of_pass's."""
+    bind_key = (strides, return_stats, major, element_size, tile, num_heads, *key)
+    return _FWD.bind(_attention_fwd_kernel, bind_key, (num_tiles, cdiv(num_heads, heads_in_turn(tile))), total_tokens)
 
 
 def attention_fwd(
@@ -148,11 +151,11 @@ def attention_fwd(
     stats = q.new_empty(2 if return_stats else 0, num_heads, total_tokens, dtype=torch.float32)
     if q.numel() == 0:
         return out, stats
-    top, total = stats.unbind() if return_stats else (out, out)
+    row_max, row_sum = stats.unbind() if return_stats else (out, out)
     group, positions = num_heads // k.shape[1], None if window_positions is None else window_positions.contiguous()
     heads = (num_heads, head_dim, group, softmax_scale, dropout_p, tuple(window_size), positions is not None)
-    kind = (row_strides(q, k, v), return_stats, major_of(q.device), q.element_size(), tile, *heads)
+    options = (row_strides(q, k, v), return_stats, major_of(q.device), q.element_size(), tile, *heads)
     with torch.cuda.device_of(q):
-        launch = fwd_launch(tiles.shape[0], total_tokens, *kind)
-        launch(q, k, v, out, top, total, tiles, philox, positions)
+        launch = fwd_launch(tiles.shape[0], total_tokens, *options)
+        launch(q, k, v, out, row_max, row_sum, tiles, philox, positions)
     return out, stats

@@ -4,7 +4,7 @@
 
 relative_slabs.py expands the tables by distance, once a call. A tile of scores is square: BLOCK queries, its rows, and
 BLOCK keys, its columns. Forward and dq keep the queries of a tile and walk over keys, dk and dv the other way round
-(OF_KEYS). What a tile wants of a slab are 2 BLOCK distances; relative_skew.py makes scores of the products with them.
+(OF_KEYS). What a tile wants of a slab are 2 BLOCK distances; relative_shift.py makes scores of the products with them.
 
 Where all distances of a tile lie beyond the last change of `rows`, one row serves: two vectors of scores, no product.
 The order of a score's sum is the same in every kernel, so that fp32 makes the same bits of it.
@@ -18,7 +18,7 @@ import triton.language as tl
 
 from .attention import in_window, launch_arguments, load_rows, store_rows, window_places
 from .attention_bwd import load_records
-from .relative_skew import skew_columns, skew_rows, skew_vector
+from .relative_shift import shift_columns, shift_rows, shift_vector
 from .relative_slabs import Slabs
 
 LOG2E = 1.4426950408889634
@@ -134,7 +134,7 @@ def load_bias(ptr, first, bound, ROWS: tl.constexpr):
 
 
 @triton.jit
-def near_steps(low, high, first, ends_ptr, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr):
+def unclamped_steps(low, high, first, ends_ptr, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr):
     """Of the steps of BLOCK places from `low` on that a block from `first` on walks over: where those begin and end
     whose distances do not all have one row, and at which distances those before and behind them are."""
     lower, upper = tl.load(ends_ptr), tl.load(ends_ptr + 1)
@@ -159,24 +159,24 @@ def scaled(scores, scale_log2e, shift):
 
 
 @triton.jit
-def near_scores(
+def unclamped_scores(
     q, k, key_slab, query_slab, bias, scale_log2e, HAS_KEY: tl.constexpr, HAS_QUERY: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK, BLOCK], of the slabs' 2 BLOCK distances from BLOCK less than that of the tile's corner on."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if HAS_KEY:
-        scores += skew_rows(tl.dot(q, tl.trans(key_slab), input_precision="ieee"))
+        scores += shift_rows(tl.dot(q, tl.trans(key_slab), input_precision="ieee"))
     if HAS_QUERY:
-        scores += skew_columns(tl.dot(query_slab, tl.trans(k), input_precision="ieee"))
+        scores += shift_columns(tl.dot(query_slab, tl.trans(k), input_precision="ieee"))
     shift = 0.0
     if HAS_BIAS:
-        shift = skew_vector(bias, q.shape[0])
+        shift = shift_vector(bias, q.shape[0])
     return scaled(scores, scale_log2e, shift)
 
 
 @triton.jit
-def far_scores(
+def clamped_scores(
     q, k, of_q, of_k, bias_ptr, scale_log2e, HAS_KEY: tl.constexpr, HAS_QUERY: tl.constexpr, HAS_BIAS: tl.constexpr
 ):  # fmt: skip
     """At one distance: of_q is q key[r], of_k is k query[r], both by `one_row`, and bias_ptr is there."""
@@ -217,10 +217,10 @@ def records_of(ptr, index_ptr, first, end, ROWS: tl.constexpr, HAS_HOLES: tl.con
 
 
 @triton.jit
-def nothing_at(place, end):
+def nothing_at(position, end):
     """A 0 that the compiler does not know, of a place before the end. What it is added to cannot be made before the
     loop: kept there through all steps, it would take registers that are wanted for more."""
-    return (end - 1 - place) >> 31
+    return (end - 1 - position) >> 31
 
 
 @triton.jit
@@ -300,7 +300,7 @@ def dscores_of(probs, dprobs, delta, keep_scale, HAS_DROPOUT: tl.constexpr):
 # What every launch is given
 
 
-def kind_of(slabs: Slabs, index, window_size) -> str:
+def variant_of(slabs: Slabs, index, window_size) -> str:
     """Of _RELATIVE in blocks.py: by what a kernel has in registers."""
     if index is not None or max(window_size) >= 0:
         return "more"

@@ -4,8 +4,8 @@ With ds as in attention_bwd.py, and r the row of i and j,
 
     dq_i = softmax_scale sum_j ds[i, j] (k_j + key[r]),   dk_j = softmax_scale sum_i ds[i, j] (q_i + query[r])
 
-The second terms are products of ds by distance, which relative_skew.py makes of a tile, with a slab. relative_tables.py
-has the gradients of the tables.
+The second terms are products of ds by distance, which relative_shift.py makes of a tile, with a slab.
+relative_tables.py has the gradients of the tables.
 """
 
 import torch
@@ -15,16 +15,13 @@ import triton.language as tl
 from .attention import rows_whole, strides
 from .attention_bwd import make_records
 from .attention_relative import (
+    clamped_scores,
     dscores_of,
-    far_scores,
     kept_of,
-    kind_of,
     load_bias,
     load_places,
     load_slab,
     load_tile,
-    near_scores,
-    near_steps,
     nothing_at,
     one_row,
     records_of,
@@ -32,10 +29,13 @@ from .attention_relative import (
     slab_of,
     store_places,
     tile_probs,
+    unclamped_scores,
+    unclamped_steps,
+    variant_of,
     walk_blocks,
 )
 from .blocks import relative_blocks
-from .relative_skew import settled, unskew_columns_across, unskew_rows
+from .relative_shift import settled, unshift_columns_across, unshift_rows
 from .relative_slabs import expand
 from .relative_tables import table_gradients
 
@@ -43,14 +43,14 @@ from .relative_tables import table_gradients
 @triton.jit
 def _step(
     da, dv, weight, a, a_other, of_a, shift, inverse, delta, b_ptr, b_other_ptr, key_ptr, query_ptr, bias_ptr,
-    records_ptr, stride_bt, stride_bo, start, first, begin, end, bound, far, index_ptr, philox_ptr, positions_ptr, head,
-    scale_log2e, threshold, keep_scale, window_left, window_right,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, IS_NEAR: tl.constexpr, OF_KEYS: tl.constexpr,
-    HAS_KEY: tl.constexpr, HAS_QUERY: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_HOLES: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    records_ptr, stride_bt, stride_bo, start, first, begin, end, bound, clamped, index_ptr, philox_ptr, positions_ptr,
+    head, scale_log2e, threshold, keep_scale, window_left, window_right,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, IS_UNCLAMPED: tl.constexpr,
+    OF_KEYS: tl.constexpr, HAS_KEY: tl.constexpr, HAS_QUERY: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_HOLES: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """One block from `start` on into da (and dv) of the block from `first` on. Not IS_NEAR: at the distance `far`,
-    where weight is the sum of ds, and of_a the product of a with the one row."""
+    """One block from `start` on into da (and dv) of the block from `first` on. Not IS_UNCLAMPED: at the distance
+    `clamped`, where weight is the sum of ds, and of_a the product of a with the one row."""
     # Offsets of rows are made in every step, not kept: 16 registers.
     nothing = nothing_at(start, end) * 16  # loads stay 16 bytes wide
     stride_bt += nothing
@@ -62,7 +62,7 @@ def _step(
     else:
         q, dout, k, v, query, key = a, a_other, b, b_other, first, start
     key_slab, query_slab, bias = b, b, weight
-    if IS_NEAR:
+    if IS_UNCLAMPED:
         lowest = query - key - BLOCK
         if HAS_KEY:
             key_slab = load_slab(key_ptr, lowest, bound, 2 * BLOCK, BLOCK_D)
@@ -70,14 +70,14 @@ def _step(
             query_slab = load_slab(query_ptr, lowest, bound, 2 * BLOCK, BLOCK_D)
         if HAS_BIAS:
             bias = load_bias(bias_ptr, lowest, bound, 2 * BLOCK)
-        scores = near_scores(q, k, key_slab, query_slab, bias, scale_log2e, HAS_KEY, HAS_QUERY, HAS_BIAS)
+        scores = unclamped_scores(q, k, key_slab, query_slab, bias, scale_log2e, HAS_KEY, HAS_QUERY, HAS_BIAS)
     else:
         of_q, of_k = of_a, of_a
         if HAS_KEY and OF_KEYS:
-            of_q = one_row(q, key_ptr + far * BLOCK_D, BLOCK_D)
+            of_q = one_row(q, key_ptr + clamped * BLOCK_D, BLOCK_D)
         if HAS_QUERY and not OF_KEYS:
-            of_k = one_row(k, query_ptr + far * BLOCK_D, BLOCK_D)
-        scores = far_scores(q, k, of_q, of_k, bias_ptr + far, scale_log2e, HAS_KEY, HAS_QUERY, HAS_BIAS)
+            of_k = one_row(k, query_ptr + clamped * BLOCK_D, BLOCK_D)
+        scores = clamped_scores(q, k, of_q, of_k, bias_ptr + clamped, scale_log2e, HAS_KEY, HAS_QUERY, HAS_BIAS)
     if OF_KEYS:
         shift, inverse, delta = records_of(records_ptr, index_ptr, start, end, BLOCK, HAS_HOLES)
     probs = tile_probs(
@@ -90,30 +90,31 @@ def _step(
         dv = tl.dot(tl.trans(kept), dout, dv, input_precision="ieee")
     dprobs = tl.dot(dout, tl.trans(v), input_precision="ieee")
     dscores = dscores_of(probs, dprobs, delta, keep_scale, HAS_DROPOUT)
-    if not IS_NEAR and (HAS_QUERY if OF_KEYS else HAS_KEY):
+    if not IS_UNCLAMPED and (HAS_QUERY if OF_KEYS else HAS_KEY):
         weight += tl.sum(dscores, axis=0 if OF_KEYS else 1)
     dscores = dscores.to(q.dtype)
     if OF_KEYS:
         da = tl.dot(tl.trans(dscores), q, da, input_precision="ieee")
-        if HAS_QUERY and IS_NEAR:
-            da = tl.dot(unskew_columns_across(dscores), query_slab, da, input_precision="ieee")
+        if HAS_QUERY and IS_UNCLAMPED:
+            da = tl.dot(unshift_columns_across(dscores), query_slab, da, input_precision="ieee")
     else:
         da = tl.dot(dscores, k, da, input_precision="ieee")
-        if HAS_KEY and IS_NEAR:
-            da = tl.dot(unskew_rows(dscores), key_slab, da, input_precision="ieee")
+        if HAS_KEY and IS_UNCLAMPED:
+            da = tl.dot(unshift_rows(dscores), key_slab, da, input_precision="ieee")
     return settled(da), settled(dv), weight
 
 
 @triton.jit
-def _far(
+def _clamped(
     da, dv, a, a_other, shift, inverse, delta, b_ptr, b_other_ptr, key_ptr, query_ptr, bias_ptr, records_ptr,
-    stride_bt, stride_bo, low, near, far, high, first, begin, end, before, behind, index_ptr, philox_ptr, positions_ptr,
-    head, scale_log2e, threshold, keep_scale, window_left, window_right,
+    stride_bt, stride_bo, low, inner_low, inner_high, high, first, begin, end, before, behind, index_ptr, philox_ptr,
+    positions_ptr, head, scale_log2e, threshold, keep_scale, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, HAS_KEY: tl.constexpr,
     HAS_QUERY: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_HOLES: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """All blocks from low to near, which are at the distance `before`, and from far to high, `behind`, in one loop."""
+    """All blocks from low to inner_low, which are at the distance `before`, and from inner_high to high, `behind`, in
+    one loop."""
     HAS_ROW: tl.constexpr = HAS_QUERY if OF_KEYS else HAS_KEY
     row_ptr = query_ptr if OF_KEYS else key_ptr
     weight_before, weight_behind = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -121,13 +122,14 @@ def _far(
     if HAS_ROW:
         of_before = one_row(a, row_ptr + before * BLOCK_D, BLOCK_D)
         of_behind = one_row(a, row_ptr + behind * BLOCK_D, BLOCK_D)
-    for at in range(low, high - (far - near), BLOCK):
-        is_before = at < near
+    for at in range(low, high - (inner_high - inner_low), BLOCK):
+        is_before = at < inner_low
         da, dv, weight = _step(
             da, dv, tl.zeros([BLOCK], tl.float32), a, a_other, tl.where(is_before, of_before, of_behind), shift,
             inverse, delta, b_ptr, b_other_ptr, key_ptr, query_ptr, bias_ptr, records_ptr, stride_bt, stride_bo,
-            tl.where(is_before, at, at + (far - near)), first, begin, end, 0, tl.where(is_before, before, behind),
-            index_ptr, philox_ptr, positions_ptr, head, scale_log2e, threshold, keep_scale, window_left, window_right,
+            tl.where(is_before, at, at + (inner_high - inner_low)), first, begin, end, 0,
+            tl.where(is_before, before, behind), index_ptr, philox_ptr, positions_ptr, head, scale_log2e, threshold,
+            keep_scale, window_left, window_right,
             HEAD_DIM, BLOCK_D, BLOCK, False, OF_KEYS, HAS_KEY, HAS_QUERY, HAS_BIAS, HAS_HOLES, HAS_WINDOW,
             HAS_POSITIONS, HAS_DROPOUT,
         )  # fmt: skip
@@ -135,9 +137,9 @@ def _far(
         weight_behind += tl.where(is_before, 0.0, weight)
     if HAS_ROW:
         columns = tl.arange(0, BLOCK_D)
-        row = tl.load(row_ptr + before * BLOCK_D + columns, mask=(low < near) & (columns < BLOCK_D), other=0.0)
+        row = tl.load(row_ptr + before * BLOCK_D + columns, mask=(low < inner_low) & (columns < BLOCK_D), other=0.0)
         da += weight_before[:, None] * row.to(tl.float32)[None, :]
-        row = tl.load(row_ptr + behind * BLOCK_D + columns, mask=(far < high) & (columns < BLOCK_D), other=0.0)
+        row = tl.load(row_ptr + behind * BLOCK_D + columns, mask=(inner_high < high) & (columns < BLOCK_D), other=0.0)
         da += weight_behind[:, None] * row.to(tl.float32)[None, :]
     return da, dv
 
@@ -178,18 +180,18 @@ def _attention_relative_bwd_kernel(
     da = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     dv = da
     low, high = walk_blocks(begin, end, first, before, after, BLOCK, HAS_WINDOW, HAS_HOLES)
-    near, far, before, behind = near_steps(low, high, first, ends_ptr, BLOCK, OF_KEYS)
+    inner_low, inner_high, before, behind = unclamped_steps(low, high, first, ends_ptr, BLOCK, OF_KEYS)
     bound = tl.maximum(1, tl.minimum(end - begin, reach))
-    # What is near is last: it has the most in registers.
-    if (low < near) | (far < high):
-        da, dv = _far(
+    # What is unclamped is last: it has the most in registers.
+    if (low < inner_low) | (inner_high < high):
+        da, dv = _clamped(
             da, dv, a, a_other, shift, inverse, delta, b_ptr, b_other_ptr, key_ptr, query_ptr, bias_ptr, records_ptr,
-            stride_bt, stride_bot, low, near, far, high, first, begin, end, before, behind, index_ptr, philox_ptr,
-            positions_ptr, head, scale_log2e, threshold, keep_scale, window_left, window_right,
+            stride_bt, stride_bot, low, inner_low, inner_high, high, first, begin, end, before, behind, index_ptr,
+            philox_ptr, positions_ptr, head, scale_log2e, threshold, keep_scale, window_left, window_right,
             HEAD_DIM, BLOCK_D, BLOCK, OF_KEYS, HAS_KEY, HAS_QUERY, HAS_BIAS, HAS_HOLES, HAS_WINDOW, HAS_POSITIONS,
             HAS_DROPOUT,
         )  # fmt: skip
-    for start in range(near, far, BLOCK):
+    for start in range(inner_low, inner_high, BLOCK):
         da, dv, _ = _step(
             da, dv, shift, a, a_other, shift, shift, inverse, delta, b_ptr, b_other_ptr, key_ptr, query_ptr, bias_ptr,
             records_ptr, stride_bt, stride_bot, start, first, begin, end, bound, 0, index_ptr, philox_ptr,
@@ -226,7 +228,7 @@ def attention_relative_bwd(
         of_keys = {"a_ptr": k, "a_other_ptr": v, "b_ptr": q, "b_other_ptr": dout, "da_ptr": dk}
         of_keys |= strides(a=k, ao=v, b=q, bo=dout)
         for which, operands in (("dkdv", of_keys), ("dq", of_queries)):
-            blocks = relative_blocks(which, q, tile, kind_of(slabs, index, window_size))
+            blocks = relative_blocks(which, q, tile, variant_of(slabs, index, window_size))
             grid, shared = relative_arguments(q, tiles, tile, *options, blocks, slabs, index)
             _attention_relative_bwd_kernel[grid](
                 **operands, records_ptr=records, dv_ptr=dv, stride_gt=dqkv.stride(0), softmax_scale=softmax_scale,

@@ -46,8 +46,8 @@ _OTHERS = {
 }
 # IEEE products of fp32 run on the plain cores, with a register for every operand.
 _FP32 = {32: {"fwd": (32, 32, 4, 2), "": (32, 32, 8, 1)}, 16: {"dq": (16, 16, 8, 2), "": (16, 16, 8, 1)}}
-# Kinds of attention with more in registers than the others: the longest steps, where those above would spill.
-# {(kind, pass, architecture, bytes of an element, head_dim padded, tile): step}
+# Variants of attention with more in registers than the others: the longest steps, where those above would spill.
+# {(variant, pass, architecture, bytes of an element, head_dim padded, tile): step}
 _LONGEST_STEP = {
     ("positions", "dq", 8, 2, 64, 128): 32,
     ("positions", "fwd", 10, 4, 64, 32): 16,
@@ -61,9 +61,15 @@ def heads_in_turn(tile: int) -> int:
 
 
 def blocks_of(
-    which: str, major: int, head_dim: int, element_size: int, tile: int, has_dropout: bool, kinds: tuple[str, ...] = ()
+    which: str,
+    major: int,
+    head_dim: int,
+    element_size: int,
+    tile: int,
+    has_dropout: bool,
+    variants: tuple[str, ...] = (),
 ) -> Blocks:
-    """kinds: "positions" where a window goes by them, "grouped" where several query heads read one key head."""
+    """variants: "positions" where a window goes by them, "grouped" where several query heads read one key head."""
     major = max(8, min(major, 10))
     padded = max(64, next_power_of_2(head_dim))
     heads = heads_in_turn(tile)
@@ -78,8 +84,8 @@ def blocks_of(
         passes = _OTHERS.get(major, {}).get((padded, tile)) or _HOPPER[padded, tile]
         step, with_dropout, num_warps, num_stages = passes.get(which) or passes[""]
     step = min(tile, with_dropout if has_dropout else step)
-    for kind in kinds:
-        step = min(step, _LONGEST_STEP.get((kind, which, major, element_size, padded, tile), step))
+    for variant in variants:
+        step = min(step, _LONGEST_STEP.get((variant, which, major, element_size, padded, tile), step))
     if element_size == 2 and head_dim <= 32 and step < 8 * num_warps:
         num_warps //= 2  # a thread that loads 16 bytes: more of them would load less each
     return Blocks(tile, step, heads, num_warps, num_stages)
@@ -89,8 +95,8 @@ def attention_blocks_of(
     which: str, major: int, head_dim: int, element_size: int, tile: int, has_dropout: bool, group: int, has_positions
 ) -> Blocks:
     """Of the pass `which` ("fwd", "dkdv", "dq"), where `group` heads of q read one of k."""
-    kinds = (*(("grouped",) if group > 1 else ()), *(("positions",) if has_positions else ()))
-    return blocks_of(which, major, head_dim, element_size, tile, has_dropout, kinds)
+    variants = (*(("grouped",) if group > 1 else ()), *(("positions",) if has_positions else ()))
+    return blocks_of(which, major, head_dim, element_size, tile, has_dropout, variants)
 
 
 def attention_blocks(which: str, q: torch.Tensor, tile: int, has_dropout: bool) -> Blocks:
@@ -107,11 +113,11 @@ class RelativeBlocks(Blocks):
         self.launches = launches
 
 
-# {(architecture, kind): {pass: (block, num_warps, num_stages)}}, 16 bits, head sizes up to 64, tiles of the list of 64.
-# Kinds: "bias" where that is the only term, "more" with what takes registers (holes, a window, all three terms), else
-# "". wgmma wants 64 rows, which Ampere's products have no registers for; on Blackwell the tables' gradients have none.
-# Chosen as above. Hopper's dq copies nothing ahead, so that shared memory has room for two programs; nor do most of
-# Blackwell's kernels, whose products read later than they are issued what the next copy would overwrite; nor does
+# {(architecture, variant): {pass: (block, num_warps, num_stages)}}, 16 bits, head sizes up to 64, tiles of the list of
+# 64. Variants: "bias" where that is the only term, "more" with what takes registers (holes, a window, all three terms),
+# else "". wgmma wants 64 rows, which Ampere's products have no registers for; on Blackwell the tables' gradients have
+# none. Chosen as above. Hopper's dq copies nothing ahead, so that shared memory has room for two programs; nor do most
+# of Blackwell's kernels, whose products read later than they are issued what the next copy would overwrite; nor does
 # "more", since what is loaded by an index goes in four bytes each.
 _RELATIVE = {
     (8, ""): {"dkdv": (32, 8, 2), "": (32, 4, 2)},
@@ -126,29 +132,29 @@ _RELATIVE = {
 
 
 def relative_blocks_of(
-    which: str, major: int, head_dim: int, element_size: int, tile: int, kind: str
+    which: str, major: int, head_dim: int, element_size: int, tile: int, variant: str
 ) -> RelativeBlocks:
     major = max(8, min(major, 10))
     apart: tuple[tuple[str, ...], ...] = (("key",), ("query",), ("bias",))
     together = (("key", "query", "bias"),)
     if element_size == 4:
-        return RelativeBlocks(16, 4 if which == "dq" or (which == "fwd" and kind != "more") else 8, 1, together)
+        return RelativeBlocks(16, 4 if which == "dq" or (which == "fwd" and variant != "more") else 8, 1, together)
     if head_dim > 64:
-        block = 32 if which == "fwd" and kind != "more" else 16
-        return RelativeBlocks(block, 8, 2 if kind != "more" and major < 10 else 1, apart)
-    passes = _RELATIVE.get((major, kind)) or _RELATIVE[major, ""]
+        block = 32 if which == "fwd" and variant != "more" else 16
+        return RelativeBlocks(block, 8, 2 if variant != "more" and major < 10 else 1, apart)
+    passes = _RELATIVE.get((major, variant)) or _RELATIVE[major, ""]
     block, num_warps, num_stages = passes.get(which) or passes[""]
     if tile == 16:
-        block, num_warps, num_stages = (16, 4, 1) if kind == "more" else (16, 2, 2)
+        block, num_warps, num_stages = (16, 4, 1) if variant == "more" else (16, 2, 2)
     elif tile < block:
         block, num_stages = tile, 1 if major == 10 else num_stages
-    launches = apart if block == 64 or (block == 32 and (major == 8 or kind == "more")) else together
+    launches = apart if block == 64 or (block == 32 and (major == 8 or variant == "more")) else together
     return RelativeBlocks(block, num_warps, num_stages, launches)
 
 
-def relative_blocks(which: str, q: torch.Tensor, tile: int, kind: str) -> RelativeBlocks:
+def relative_blocks(which: str, q: torch.Tensor, tile: int, variant: str) -> RelativeBlocks:
     """Of the pass `which` ("fwd", "dkdv", "dq", "tables")."""
-    blocks = relative_blocks_of(which, major_of(q.device), q.shape[2], q.element_size(), tile, kind)
+    blocks = relative_blocks_of(which, major_of(q.device), q.shape[2], q.element_size(), tile, variant)
     blocks.tile = min(tile, blocks.tile)
     return blocks
 

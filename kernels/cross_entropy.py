@@ -56,22 +56,22 @@ def _cross_entropy_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     label = tl.load(labels_ptr + row)
-    top = tl.full([BLOCK_V], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_V], tl.float32)
+    lane_max = tl.full([BLOCK_V], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_V], tl.float32)
     plain = tl.zeros([BLOCK_V], tl.float32)
     for start in range(0, stride, BLOCK_V):  # each lane its own online softmax; they are joined once
         columns = start + tl.arange(0, BLOCK_V)
         inside = columns < num_classes
         z = tl.load(logits_ptr + columns, mask=columns < stride, other=0.0).to(tl.float32)
         z = tl.where(inside, z, float("-inf"))
-        new_top = tl.maximum(top, z)
-        finite = tl.where(new_top == float("-inf"), 0.0, new_top)
-        total = total * tl.exp(top - finite) + tl.exp(z - finite)
-        top = new_top
+        new_max = tl.maximum(lane_max, z)
+        finite = tl.where(new_max == float("-inf"), 0.0, new_max)
+        row_sum = row_sum * tl.exp(lane_max - finite) + tl.exp(z - finite)
+        lane_max = new_max
         plain += tl.where(inside, z, 0.0)
-    row_top = tl.max(top, axis=0)
-    total = tl.sum(total * tl.exp(top - row_top), axis=0)
-    lse = row_top + tl.log(total)
+    row_max = tl.max(lane_max, axis=0)
+    row_sum = tl.sum(row_sum * tl.exp(lane_max - row_max), axis=0)
+    lse = row_max + tl.log(row_sum)
     # A label that is no class reads nothing and makes the loss NaN, and the gradients with it.
     is_class = (label >= 0) & (label < num_classes)
     right = tl.load(logits_ptr + label, mask=is_class, other=float("nan")).to(tl.float32)
@@ -82,11 +82,11 @@ def _cross_entropy_kernel(
     if NEEDS_GRAD:
         tl.debug_barrier()
         share = tl.load(share_ptr)
-        factor = tl.where(is_class, (1.0 + 2.0 * z_loss * lse) / total, float("nan"))
+        factor = tl.where(is_class, (1.0 + 2.0 * z_loss * lse) / row_sum, float("nan"))
         for start in range(0, stride, BLOCK_V):
             columns = start + tl.arange(0, BLOCK_V)
             z = tl.load(logits_ptr + columns, mask=columns < stride, other=0.0).to(tl.float32)
-            gradient = factor * tl.exp(z - row_top) - label_smoothing / num_classes
+            gradient = factor * tl.exp(z - row_max) - label_smoothing / num_classes
             gradient -= tl.where(columns == label, 1.0 - label_smoothing, 0.0)
             gradient = tl.where(counts & (columns < num_classes), gradient * share, 0.0)
             tl.store(logits_ptr + columns, gradient.to(logits_ptr.dtype.element_ty), mask=columns < stride)
@@ -134,11 +134,11 @@ def cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoot
             dweight = _added(dweight, logits.t() @ h)
             if bias is not None:
                 dbias = _added(dbias, logits.sum(0, dtype=torch.float32))
-    made = [
+    gradients = [
         weight.new_empty(0) if t is None or not needs_grad else _gradient(t, total)
         for t, total in ((weight, dweight), (bias, dbias))
     ]
-    return losses.sum() * share, dhidden, *made
+    return losses.sum() * share, dhidden, *gradients
 
 
 def _added(total, of_chunk):

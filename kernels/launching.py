@@ -15,14 +15,14 @@ from triton.runtime import JITFunction, MockTensor, driver
 
 # What Triton's launcher launches with, in the versions that have been seen; with others it launches everything.
 _NAMES = ("run", "function", "packed_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "values")
-_KNOWS_FORM = set(_NAMES) <= set(JITFunction.run.__code__.co_names)
+_KNOWS_LAUNCHER = set(_NAMES) <= set(JITFunction.run.__code__.co_names)
 _MOST = 4096  # kinds of calls that are kept: strides of tensors are among what they are known by
-_made: dict[tuple, "_Launch"] = {}
+_launches: dict[tuple, "_Launch"] = {}
 
 
 def forget() -> None:
     """For whoever has changed what constants are made of: a table of blocks."""
-    _made.clear()
+    _launches.clear()
 
 
 class Launches:
@@ -37,11 +37,11 @@ class Launches:
 
     def bind(self, kernel, key: tuple, grid: tuple[int, ...], *numbers: int) -> "Bound":
         at = (id(kernel), *key)  # a kernel in its place, as tests have it, is another
-        launch = _made.get(at)
+        launch = _launches.get(at)
         if launch is None:
-            if len(_made) >= _MOST:
-                _made.clear()
-            launch = _made[at] = _Launch(kernel, self.names, self.numbers, self.constants(*key))
+            if len(_launches) >= _MOST:
+                _launches.clear()
+            launch = _launches[at] = _Launch(kernel, self.names, self.numbers, self.constants(*key))
         return Bound(launch, grid, numbers)
 
 
@@ -52,22 +52,22 @@ class Bound:
         self.launch, self.grid, self.numbers = launch, grid, numbers
 
     def __call__(self, *tensors) -> None:
-        addresses, kinds, bits = [], [], 0
+        addresses, dtypes, bits = [], [], 0
         for t in tensors:
             if t is None:
                 addresses.append(None)
-                kinds.append(None)
+                dtypes.append(None)
             else:
                 address = t.data_ptr()
                 addresses.append(address)
-                kinds.append(t.dtype)
+                dtypes.append(t.dtype)
                 bits |= address
         if bits & 15 or not self.launch.is_fast or self._is_watched() or self._has_wide_numbers():
             self.launch.by_triton(self.grid, self.numbers, tensors)
             return
         active, (x, y) = driver.active, (*self.grid, 1)[:2]
         device = active.get_current_device()
-        run, function, metadata = self.launch.form(device, kinds, self.grid, self.numbers)
+        run, function, metadata = self.launch.compiled_for(device, dtypes, self.grid, self.numbers)
         rest = self.launch.with_numbers(self.numbers)
         run(x, y, 1, active.get_current_stream(device), function, metadata, None, None, None, *addresses, *rest)
 
@@ -82,7 +82,7 @@ class _Launch:
     def __init__(self, kernel, names: list[str], numbers: list[str], constants: dict):
         self.kernel, self.names, self.numbers, self.constants = kernel, names, numbers, constants
         self.compiled: dict[tuple, tuple] = {}
-        self.is_fast = _KNOWS_FORM and isinstance(kernel, JITFunction)
+        self.is_fast = _KNOWS_LAUNCHER and isinstance(kernel, JITFunction)
         if self.is_fast:
             rest = kernel.arg_names[len(names) :]
             if kernel.arg_names[: len(names)] != names:
@@ -91,27 +91,27 @@ class _Launch:
                 if not kernel.params[kernel.arg_names.index(name)].do_not_specialize:
                     raise ValueError(f"{kernel.__name__} is compiled for each kind of {name}")
             self.rest = [constants.get(name) for name in rest]  # what stands behind the pointers
-            self.places = [rest.index(name) for name in numbers]
+            self.indices = [rest.index(name) for name in numbers]
 
     def with_numbers(self, numbers: tuple[int, ...]) -> list:
         rest = self.rest.copy()
-        for place, number in zip(self.places, numbers, strict=True):
-            rest[place] = number
+        for index, number in zip(self.indices, numbers, strict=True):
+            rest[index] = number
         return rest
 
-    def form(self, device: int, dtypes, grid: tuple[int, ...], numbers: tuple[int, ...]) -> tuple:
+    def compiled_for(self, device: int, dtypes, grid: tuple[int, ...], numbers: tuple[int, ...]) -> tuple:
         """What launches the kernel as it is compiled for these dtypes, and for addresses that are multiples of 16."""
-        kind = (device, *dtypes)
-        found = self.compiled.get(kind)
-        if found is None:
-            given = [None if dtype is None else MockTensor(dtype) for dtype in dtypes]
-            kernel = self._given(self.kernel.warmup, given, numbers, grid=grid)
-            found = self.compiled[kind] = kernel.run, kernel.function, kernel.packed_metadata
-        return found
+        key = (device, *dtypes)
+        entry = self.compiled.get(key)
+        if entry is None:
+            mocks = [None if dtype is None else MockTensor(dtype) for dtype in dtypes]
+            kernel = self._call(self.kernel.warmup, mocks, numbers, grid=grid)
+            entry = self.compiled[key] = kernel.run, kernel.function, kernel.packed_metadata
+        return entry
 
-    def by_triton(self, grid: tuple[int, ...], numbers: tuple[int, ...], given) -> None:
-        self._given(self.kernel[grid], given, numbers)
+    def by_triton(self, grid: tuple[int, ...], numbers: tuple[int, ...], tensors) -> None:
+        self._call(self.kernel[grid], tensors, numbers)
 
-    def _given(self, call, given, numbers: tuple[int, ...], **options):
-        arguments = zip((*self.names, *self.numbers), (*given, *numbers), strict=True)
+    def _call(self, call, tensors, numbers: tuple[int, ...], **options):
+        arguments = zip((*self.names, *self.numbers), (*tensors, *numbers), strict=True)
         return call(**dict(arguments), **self.constants, **options)

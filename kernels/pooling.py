@@ -5,8 +5,8 @@
     max:  out[s] = max x[t],      dx[t] = dout[s] / ties where x[t] = out[s]
 
 A maximum's gradient is shared evenly by the `ties` tokens that have it, as torch's amax does; sums are fp32. A sequence
-without tokens gives zeros, and so do the gradients of slack rows, which are never read. A sequence whose offsets fall,
-or lie beyond the tokens, gives NaN, and nothing beyond x is read.
+without tokens gives zeros, and so do the gradients of padding rows, which are never read. A sequence whose offsets
+fall, or lie beyond the tokens, gives NaN, and nothing beyond x is read.
 
 Forward: a program takes BLOCK_N columns of a sequence. Where sequences are long, several programs share one, by blocks
 of BLOCK_M tokens in turn, and a second kernel joins what they have in a fixed order. Backward: a program takes BLOCK_M
@@ -165,7 +165,7 @@ def _pooling_bwd_kernel(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
 
-    # The sequence of each row: how many end at or before it, by bisection. Slack rows have batch_size.
+    # The sequence of each row: how many end at or before it, by bisection. Padding rows have batch_size.
     sequence = tl.zeros([BLOCK_M], tl.int64)
     high = sequence + batch_size
     for _ in range(search_steps):

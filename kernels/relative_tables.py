@@ -13,22 +13,22 @@ import triton.language as tl
 
 from .attention import strides
 from .attention_relative import (
+    clamped_scores,
     dscores_of,
-    far_scores,
-    kind_of,
     load_bias,
     load_places,
     load_slab,
-    near_scores,
     nothing_at,
     one_row,
     records_of,
     relative_arguments,
     slab_of,
     tile_probs,
+    unclamped_scores,
+    variant_of,
 )
 from .blocks import relative_blocks
-from .relative_skew import settled, unskew_columns, unskew_rows_across
+from .relative_shift import settled, unshift_columns, unshift_rows_across
 from .sizes import cdiv
 
 
@@ -44,17 +44,17 @@ def _tile(
     q_ptr, k_ptr, v_ptr, dout_ptr, records_ptr, key_slab, query_slab, bias, key_ptr, query_ptr,
     bias_ptr, stride_qt, stride_kt, stride_vt, stride_dt, query, key, begin, end, index_ptr, philox_ptr, positions_ptr,
     head, scale_log2e, threshold, keep_scale, window_left, window_right,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, IS_NEAR: tl.constexpr, HAS_KEY: tl.constexpr,
-    HAS_QUERY: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_HOLES: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, IS_UNCLAMPED: tl.constexpr,
+    HAS_KEY: tl.constexpr, HAS_QUERY: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_HOLES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """q, k and ds of the tile of the queries and the keys from these places on. Not IS_NEAR: all at the distance of the
-    pointers of the slabs."""
+    """q, k and ds of the tile of the queries and the keys from these places on. Not IS_UNCLAMPED: all at the distance
+    of the pointers of the slabs."""
     nothing = nothing_at(query, end) * 16
     q = load_places(q_ptr, stride_qt + nothing, index_ptr, query, end, BLOCK, HEAD_DIM, BLOCK_D, HAS_HOLES)
     k = load_places(k_ptr, stride_kt + nothing, index_ptr, key, end, BLOCK, HEAD_DIM, BLOCK_D, HAS_HOLES)
-    if IS_NEAR:
-        scores = near_scores(q, k, key_slab, query_slab, bias, scale_log2e, HAS_KEY, HAS_QUERY, HAS_BIAS)
+    if IS_UNCLAMPED:
+        scores = unclamped_scores(q, k, key_slab, query_slab, bias, scale_log2e, HAS_KEY, HAS_QUERY, HAS_BIAS)
     else:
         of_key = tl.zeros([BLOCK], tl.float32)
         of_query = of_key
@@ -62,7 +62,7 @@ def _tile(
             of_key = one_row(q, key_ptr, BLOCK_D)
         if HAS_QUERY:
             of_query = one_row(k, query_ptr, BLOCK_D)
-        scores = far_scores(q, k, of_key, of_query, bias_ptr, scale_log2e, HAS_KEY, HAS_QUERY, HAS_BIAS)
+        scores = clamped_scores(q, k, of_key, of_query, bias_ptr, scale_log2e, HAS_KEY, HAS_QUERY, HAS_BIAS)
     dout = load_places(dout_ptr, stride_dt + nothing, index_ptr, query, end, BLOCK, HEAD_DIM, BLOCK_D, HAS_HOLES)
     v = load_places(v_ptr, stride_vt + nothing, index_ptr, key, end, BLOCK, HEAD_DIM, BLOCK_D, HAS_HOLES)
     shift, inverse, delta = records_of(records_ptr, index_ptr, query, end, BLOCK, HAS_HOLES)
@@ -107,24 +107,24 @@ def _relative_sums_kernel(
     bias_ptr = slab_of(bias_slab_ptr, h, reach, 1)
     lower, upper = tl.load(ends_ptr), tl.load(ends_ptr + 1)
     is_high, is_low = distance - BLOCK + 1 >= upper, distance + BLOCK - 1 <= lower
-    far = tl.where(is_high, upper, lower)
+    clamped = tl.where(is_high, upper, lower)
     sequence, stop = group * batch_size // num_groups, (group + 1) * batch_size // num_groups
     if HAS_WINDOW and not HAS_HOLES:  # a diagonal that no window reaches
         stop = tl.where((distance - BLOCK < window_left) & (distance + BLOCK > -window_right), stop, sequence)
-    far_stop = tl.where(is_high | is_low, stop, sequence)
-    near_stop = tl.where(is_high | is_low, sequence, stop)
+    clamped_stop = tl.where(is_high | is_low, stop, sequence)
+    unclamped_stop = tl.where(is_high | is_low, sequence, stop)
 
     dkey_lo = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     dkey_hi, dquery_lo, dquery_hi = dkey_lo, dkey_lo, dkey_lo
     dbias_lo = tl.zeros([BLOCK], tl.float32)
     dbias_hi = dbias_lo
     is_corner = tl.arange(0, BLOCK) == 0
-    for s in range(sequence, far_stop):
+    for s in range(sequence, clamped_stop):
         begin, end = _load_span(offsets_ptr, s, num_places)
         for query in range(begin + tl.maximum(distance, 0), end + tl.minimum(distance, 0), BLOCK):
             q, k, dscores = _tile(
-                q_ptr, k_ptr, v_ptr, dout_ptr, records_ptr, dkey_lo, dkey_lo, dbias_lo, key_ptr + far * BLOCK_D,
-                query_ptr + far * BLOCK_D, bias_ptr + far, stride_qt, stride_kt, stride_vt, stride_dt, query,
+                q_ptr, k_ptr, v_ptr, dout_ptr, records_ptr, dkey_lo, dkey_lo, dbias_lo, key_ptr + clamped * BLOCK_D,
+                query_ptr + clamped * BLOCK_D, bias_ptr + clamped, stride_qt, stride_kt, stride_vt, stride_dt, query,
                 query - distance, begin, end, index_ptr, philox_ptr, positions_ptr, head, scale_log2e, threshold,
                 keep_scale, window_left, window_right,
                 HEAD_DIM, BLOCK_D, BLOCK, False, HAS_KEY, HAS_QUERY, HAS_BIAS, HAS_HOLES, HAS_WINDOW, HAS_POSITIONS,
@@ -147,7 +147,7 @@ def _relative_sums_kernel(
         query_slab = load_slab(query_ptr, distance - BLOCK, reach, 2 * BLOCK, BLOCK_D)
     if HAS_BIAS:
         bias = load_bias(bias_ptr, distance - BLOCK, reach, 2 * BLOCK)
-    for s in range(sequence, near_stop):
+    for s in range(sequence, unclamped_stop):
         begin, end = _load_span(offsets_ptr, s, num_places)
         for query in range(begin + tl.maximum(distance, 0), end + tl.minimum(distance, 0), BLOCK):
             q, k, dscores = _tile(
@@ -159,16 +159,16 @@ def _relative_sums_kernel(
                 HAS_DROPOUT,
             )  # fmt: skip
             if NEEDS_BIAS:
-                lo, hi = unskew_rows_across(dscores)
+                lo, hi = unshift_rows_across(dscores)
                 dbias_lo += tl.sum(lo, axis=1)
                 dbias_hi += tl.sum(hi, axis=1)
             dscores = dscores.to(q.dtype)
             if NEEDS_KEY:
-                lo, hi = unskew_rows_across(dscores)
+                lo, hi = unshift_rows_across(dscores)
                 dkey_lo = settled(tl.dot(lo, q, dkey_lo, input_precision="ieee"))
                 dkey_hi = settled(tl.dot(hi, q, dkey_hi, input_precision="ieee"))
             if NEEDS_QUERY:
-                lo, hi = unskew_columns(dscores)
+                lo, hi = unshift_columns(dscores)
                 dquery_lo = settled(tl.dot(lo, k, dquery_lo, input_precision="ieee"))
                 dquery_hi = settled(tl.dot(hi, k, dquery_hi, input_precision="ieee"))
     at = (group.to(tl.int64) * num_heads + head) * num_diagonals + diagonal + num_diagonals // 2
@@ -231,7 +231,7 @@ def table_gradients(
     gradients = [q.new_empty(0) if t is None else t.new_empty(t.shape) for t in needed]
     if not any(t is not None for t in needed):
         return gradients
-    blocks = relative_blocks("tables", q, tile, kind_of(slabs, index, window_size))
+    blocks = relative_blocks("tables", q, tile, variant_of(slabs, index, window_size))
     _, shared = relative_arguments(
         q, offsets, tile, philox, positions, softmax_scale, dropout_p, window_size, blocks, slabs, index
     )  # fmt: skip

@@ -16,7 +16,7 @@ A program takes BLOCK_M tokens of a tile. The halves of a head are loaded as blo
 both partners of a pair and nothing is shuffled, 8 neighbours of each: one load of 16 bytes in 16 bits, two in fp32; of
 interleaved pairs a thread has whole ones. Where k has fewer heads than q, heads that k has not are masked. cos
 and sin stay in registers while HEADS heads are rotated in turn; a token's 256 bytes of them at head size 64 lie in the
-second-level cache for all sequences. Slack tokens, which have no position, come out as zeros. A position beyond the
+second-level cache for all sequences. Padding tokens, which have no position, come out as zeros. A position beyond the
 tables, from a max_seqlen that was no bound, gives NaN and reads nothing.
 
 Legend: T tokens of a block (BLOCK_M), C columns of half a head (HALF, padded to BLOCK_HALF).
@@ -90,7 +90,7 @@ def _rotary_kernel(
     begin, end = tl.load(tiles_ptr + 2), tl.load(tiles_ptr + 3)
     if first >= last:
         return
-    is_real = end > begin  # not slack
+    is_real = end > begin  # no padding
     rows, columns = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
     known = (rows < last - first) & (columns < HALF)  # [T, C]
     if BY_TOKEN:

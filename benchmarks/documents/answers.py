@@ -20,7 +20,7 @@ import fastbert
 from benchmarks.documents.bootstrap import compare, means, table
 from benchmarks.documents.training import described, trained
 from fastbert import Windows
-from fastbert.data.windows.job import WindowJob
+from fastbert.data.chunks.job import ChunkJob
 from fastbert.training.finetuning.inputs.squad import exact_match, f1
 
 SQUAD, COVID = "qa/xquad.en.json", "qa/200421_covidQA.json"
@@ -137,7 +137,7 @@ def said(reader: fastbert.QuestionAnswerer, pairs: list[tuple[str, str]]) -> dic
     }
     # What is computed of a window is the same for all of them, and takes minutes: once is enough.
     one = jobs[WINDOWS]
-    rows = WindowJob(one.windows, one.forward, one.reduce, lambda rows: rows).run(reader.device)
+    rows = ChunkJob(one.chunks, one.forward, one.reduce, lambda rows: rows).run(reader.device)
     return found | {name: job.finish(rows)["answer"] for name, job in jobs.items()}
 
 

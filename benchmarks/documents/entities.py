@@ -17,7 +17,7 @@ import fastbert
 from benchmarks.documents.bootstrap import Sums, compare, table
 from benchmarks.documents.training import described, trained
 from fastbert import Windows
-from fastbert.data.windows.words import entities_of
+from fastbert.data.chunks.words import entities_of
 from fastbert.training.finetuning.inputs.tagged import read_conll
 
 TRAIN, TEST = "wnut17/wnut17train.conll", "wnut17/emerging.dev.conll"

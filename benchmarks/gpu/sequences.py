@@ -46,7 +46,7 @@ def _ragged(total: int, longest: int) -> Lengths:
     while sum(lengths) + length <= total:
         lengths.append(length)
         length = (length + 37 * len(lengths)) % longest + 1
-    return Lengths(f"ragged-{longest}-{total}", tuple(lengths), slack=total - sum(lengths))
+    return Lengths(f"ragged-{longest}-{total}", tuple(lengths), padding_rows=total - sum(lengths))
 
 
 def _ours(where: Where, case: Lengths, qkv: torch.Tensor, seed: int = 0, **options) -> torch.Tensor:
@@ -127,7 +127,7 @@ def kinds(where: Where) -> Checks:
     """What only some families have: query heads that share a key head, windows by given positions, rows of the rotary
     tables by token, pairs of neighbours."""
     case = where.choose(LENGTHS[5], _ragged(2048, 700))
-    positions = torch.cat([torch.arange(n) for n in (*case.lengths, case.slack)])
+    positions = torch.cat([torch.arange(n) for n in (*case.lengths, case.padding_rows)])
     positions = (positions + positions // 3).to(where.device, torch.int32)  # a gap after every third token
     window: dict[str, Any] = {"window_size": where.choose((3, 3), (64, 64)), "window_positions": positions}
     tables = _rotary_tables(where, max(*case.lengths, 2 * case.total_tokens), 64)
@@ -227,7 +227,7 @@ def _relative_repeats(where: Where, case: Lengths, holes: bool) -> None:
 
 
 def relative(where: Where) -> Checks:
-    few = where.choose(Lengths("", (3, 41)), Lengths("", (1, 15, 16, 17, 64, 65, 130), slack=3))
+    few = where.choose(Lengths("", (3, 41)), Lengths("", (1, 15, 16, 17, 64, 65, 130), padding_rows=3))
     long = where.choose(few, Lengths("", (1000, 333)))
     heads = where.choose((16,), (64, 32, 48) if where.dtype is torch.float32 else (64, 32, 80, 128))
     for head_dim in heads:
@@ -252,7 +252,7 @@ def same_bits_twice(where: Where, case: Lengths) -> None:
 
 def isolation(where: Where) -> None:
     """NaN and infinity in one sequence, and in slack, reach nothing else."""
-    case = where.choose(Lengths("", (7, 18, 9), slack=4), Lengths("", (200, 333, 129), slack=77))
+    case = where.choose(Lengths("", (7, 18, 9), padding_rows=4), Lengths("", (200, 333, 129), padding_rows=77))
     first, last, end = case.cu_seqlens[1:].tolist()
     qkv = where.randn(3, case.total_tokens, 2, 64)
     spoiled = qkv.clone()
@@ -338,7 +338,7 @@ def _pooling_case(where: Where, case: Lengths, width: int, mode: str) -> None:
 
 
 def _pooling_isolation(where: Where, mode: str) -> None:
-    case = Lengths("", where.choose((7, 18, 9), (200, 333, 129)), slack=5)
+    case = Lengths("", where.choose((7, 18, 9), (200, 333, 129)), padding_rows=5)
     first, last, end = case.cu_seqlens[1:].tolist()
     clean = where.randn(case.total_tokens, where.choose(32, 768))
     spoiled = clean.clone()
@@ -349,7 +349,7 @@ def _pooling_isolation(where: Where, mode: str) -> None:
 
 
 def pooling(where: Where) -> Checks:
-    large = (Lengths("128x512", (512,) * 128), Lengths("ragged", tuple(range(1, 300, 3)), slack=5))
+    large = (Lengths("128x512", (512,) * 128), Lengths("ragged", tuple(range(1, 300, 3)), padding_rows=5))
     for mode in ("mean", "cls", "max"):
         for case in where.choose((LENGTHS[5],), (LENGTHS[3], LENGTHS[5], *large)):
             yield f"{case.id} {mode}", partial(_pooling_case, where, case, where.choose(32, 768), mode)

@@ -43,9 +43,9 @@ struct AttentionInputs {
   const int32_t *key_begin, *key_end;
 };
 
-// softmax_stats are each query's top q k^T (the one of the largest probability) and the sum of
-// exp(softmax_scale * (q k^T - top)). Their log-sum-exp in one fp32 number would lose digits where scores are large: it
-// makes probabilities wrong by 3e-4 at 5000.
+// softmax_stats are each query's row_max, its largest q k^T (of the largest probability), and row_sum, the sum of
+// exp(softmax_scale * (q k^T - row_max)). Their log-sum-exp in one fp32 number would lose digits where scores are
+// large: it makes probabilities wrong by 3e-4 at 5000.
 template <typename T>
 struct AttentionFwd {
   AttentionInputs<T> in;

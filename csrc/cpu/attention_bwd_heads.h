@@ -27,7 +27,7 @@ struct BwdMemory {
   char *probs_pairs, *dscores_pairs;  // one square: left operands of dv and dk
   char* dscores;                      // one square: left operand of dq
   char *dq_sums, *dk_sums, *dv_sums;  // those of keys for one block, or for all where heads share them
-  float *top, *inverse_sum, *delta;
+  float *row_max, *inverse_sum, *delta;
   float* multiplier;  // of two rows
 };
 
@@ -119,7 +119,7 @@ BwdMemory lay_out(Carver& carver, const AttentionInputs<T>& in, const BwdRange& 
       in.group > 1 && range.has_dkv ? (range.key_end - range.key_begin + kBlock - 1) / kBlock : 1;
   memory.dk_sums = carver.take(sum_blocks * key_sums_bytes(in));
   memory.dv_sums = carver.take(sum_blocks * key_sums_bytes(in));
-  memory.top = carver.take_floats(rows);
+  memory.row_max = carver.take_floats(rows);
   memory.inverse_sum = carver.take_floats(rows);
   memory.delta = carver.take_floats(rows);
   memory.multiplier = carver.take_floats(2 * kBlock);
@@ -236,7 +236,7 @@ void attention_bwd_head(const AttentionBwd<T>& args, AmxTiles& tiles, const BwdM
 
   const float* stats = args.softmax_stats + head * args.total_tokens + token;
   for (int64_t r = 0; r < rows_total; ++r) {
-    memory.top[r] = stats[r];
+    memory.row_max[r] = stats[r];
     memory.inverse_sum[r] = 1.0f / stats[r + in.num_heads * args.total_tokens];
   }
   const bool is_whole = task.length <= kBlock;

@@ -47,7 +47,7 @@ BwdShortMemory lay_out_bwd_short(Carver& carver, const AttentionInputs<T>& in, i
 
 // What is known of the queries, a lane for each.
 struct QueryLanes {
-  alignas(64) float top[kPanel], inverse_sum[kPanel];
+  alignas(64) float row_max[kPanel], inverse_sum[kPanel];
 };
 
 // Scores and dprobs become the left-hand operands of the three products to come. `counter` is that of the first query's
@@ -57,7 +57,7 @@ FASTBERT_SIMD void column_gradients(const BwdShortMemory& m, int64_t n, const Qu
                                     const DropoutMask& mask, uint64_t counter, uint64_t counters_per_query) {
   [[maybe_unused]] const Longs every_other_query = multiples(2 * counters_per_query);
   for (int64_t query = 0; query < n; query += kWidth) {
-    const Floats top = load(queries.top + query), inverse_sum = load(queries.inverse_sum + query);
+    const Floats row_max = load(queries.row_max + query), inverse_sum = load(queries.inverse_sum + query);
     float *probs = m.scores + query, *dprobs = m.dprobs + query;
     Floats delta = set1(0.0f);
     for (int64_t first = 0; first < n; first += 4) {
@@ -70,7 +70,7 @@ FASTBERT_SIMD void column_gradients(const BwdShortMemory& m, int64_t n, const Qu
       for (int64_t i = 0; i < 4; ++i) {
         if (first + i >= n) break;
         const int64_t at = (first + i) * kPanel;
-        const Floats p = mul(exp_score<E>(probs + at, top, scale, kWidth), inverse_sum);
+        const Floats p = mul(exp_score<E>(probs + at, row_max, scale, kWidth), inverse_sum);
         Floats dp = load(dprobs + at), dropped = p;
         if constexpr (kHasDropout) {
           dp = mul(dp, multipliers.column[i]), dropped = mul(p, multipliers.column[i]);
@@ -141,7 +141,7 @@ void attention_bwd_short(const AttentionBwd<T>& args, const AttentionTask& task)
     const float* stats = args.softmax_stats + head * args.total_tokens + token;
     for (int64_t r = 0; r < padded; ++r) {
       const int64_t query = std::min(r, n - 1);
-      queries.top[r] = stats[query];
+      queries.row_max[r] = stats[query];
       queries.inverse_sum[r] = 1.0f / stats[query + in.num_heads * args.total_tokens];
     }
 

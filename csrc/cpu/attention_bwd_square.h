@@ -13,9 +13,9 @@ FASTBERT_SIMD Floats probs_of(const float* scores, Floats scale, const BwdMemory
   if constexpr (kHasWindow) {
     const int64_t first = window.key + column;
     if (window.end[row] <= first || window.begin[row] >= first + kWidth) return set1(0.0f);
-    e = exp_seen<E>(scores, set1(memory.top[row]), scale, window.begin[row] - first, window.end[row] - first);
+    e = exp_seen<E>(scores, set1(memory.row_max[row]), scale, window.begin[row] - first, window.end[row] - first);
   } else {
-    e = exp_score<E>(scores, set1(memory.top[row]), scale, real);
+    e = exp_score<E>(scores, set1(memory.row_max[row]), scale, real);
   }
   return mul(e, set1(memory.inverse_sum[row]));
 }

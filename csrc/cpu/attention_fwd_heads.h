@@ -52,23 +52,24 @@ struct Window {
   int64_t key, shift;
 };
 
-// What is known of the rows of a block after some of their keys: the top score (the smallest, if softmax_scale is
-// negative), the sum of exp(softmax_scale * (score - top)), and what earlier sums were multiplied by when top changed.
+// What is known of the rows of a block after some of their keys: the largest score (the smallest, if softmax_scale is
+// negative), the sum of exp(softmax_scale * (score - row_max)), and what earlier sums were multiplied by when row_max
+// changed.
 template <int64_t kRows>
 struct RowStates {
-  alignas(64) float top[kRows], sum[kRows], correction[kRows];
+  alignas(64) float row_max[kRows], row_sum[kRows], correction[kRows];
 };
 
 // Probabilities of one row, and what is to be summed of them: all before dropout.
 template <typename E, bool kHasDropout, int64_t kRows>
-FASTBERT_SIMD Floats exp_row(const float* scores, int64_t keys, Floats top, Floats scale, const float* multiplier,
+FASTBERT_SIMD Floats exp_row(const float* scores, int64_t keys, Floats row_max, Floats scale, const float* multiplier,
                              E* probs) {
-  Floats total = set1(0.0f);
+  Floats lane_sum = set1(0.0f);
   for (int64_t key = 0; key < keys; key += kPanel, scores += kRows * kPanel) {
     const int64_t columns = std::min(kPanel, keys - key);
     for (int64_t i = 0; i < columns; i += kWidth) {
-      Floats x = exp_score<E>(scores + i, top, scale, columns - i);
-      total = add(total, x);
+      Floats x = exp_score<E>(scores + i, row_max, scale, columns - i);
+      lane_sum = add(lane_sum, x);
       if constexpr (kHasDropout) x = mul(x, load(multiplier + key + i));
       store(probs + key + i, x);
     }
@@ -78,7 +79,7 @@ FASTBERT_SIMD Floats exp_row(const float* scores, int64_t keys, Floats top, Floa
     const int64_t end = (keys + kWidth - 1) / kWidth * kWidth;
     if (end % (kStepGroup<E> * kPerStep<E>) != 0) store(probs + end, set1(0.0f));
   }
-  return total;
+  return lane_sum;
 }
 
 // The scores of column `column` and those after it in its panel.
@@ -89,28 +90,28 @@ FASTBERT_SIMD const float* score_at(const float* row, int64_t column) {
 
 // exp_row of the keys from `begin` to `end`, and zeros for the others.
 template <typename E, bool kHasDropout, int64_t kRows>
-FASTBERT_SIMD Floats exp_row_seen(const float* row, int64_t shift, int64_t begin, int64_t end, int64_t keys, Floats top,
-                                  Floats scale, const float* multiplier, E* probs) {
-  Floats total = set1(0.0f);
+FASTBERT_SIMD Floats exp_row_seen(const float* row, int64_t shift, int64_t begin, int64_t end, int64_t keys,
+                                  Floats row_max, Floats scale, const float* multiplier, E* probs) {
+  Floats lane_sum = set1(0.0f);
   int64_t key = 0;
-  for (; key + kWidth <= begin; key += kWidth) store(probs + key, total);
+  for (; key + kWidth <= begin; key += kWidth) store(probs + key, lane_sum);
   for (; key < end; key += kWidth) {
-    Floats x = exp_seen<E>(score_at<kRows>(row, shift + key), top, scale, begin - key, end - key);
-    total = add(total, x);
+    Floats x = exp_seen<E>(score_at<kRows>(row, shift + key), row_max, scale, begin - key, end - key);
+    lane_sum = add(lane_sum, x);
     if constexpr (kHasDropout) x = mul(x, load(multiplier + key));
     store(probs + key, x);
   }
   for (; key < whole_steps<E>(keys) * kPerStep<E>; key += kWidth) store(probs + key, set1(0.0f));
-  return total;
+  return lane_sum;
 }
 
 // Scores (panels, kRows, kPanel) of up to kWidth rows from `first` on to probabilities that lack their division by
 // the sum; `scale` is softmax_scale * log2(e). Row r's dropout counters begin at counter + r * counters_per_query.
-// Where `row_tops` are known, each of the block's has the row's top score in one of its lanes.
+// Where `row_maxima` are known, each of the block's has the row's largest score in one of its lanes.
 template <typename E, bool kHasWindow, int64_t kRows>
 void softmax_rows(const FwdMemory& m, int64_t first, int64_t rows, int64_t keys, const Window& window, float scale,
                   const DropoutMask& mask, uint64_t counter, uint64_t counters_per_query, bool is_first,
-                  const float (*row_tops)[kWidth], RowStates<kRows>& states) {
+                  const float (*row_maxima)[kWidth], RowStates<kRows>& states) {
   constexpr int64_t kVectors = kPanel / kWidth, kPanelStride = kRows * kPanel;
   alignas(64) float lanes[kWidth][kWidth];
   const int64_t whole = keys / kPanel;
@@ -120,68 +121,70 @@ void softmax_rows(const FwdMemory& m, int64_t first, int64_t rows, int64_t keys,
     return {std::clamp<int64_t>(window.begin[first + r] - window.key, 0, keys),
             std::clamp<int64_t>(window.end[first + r] - window.key, 0, keys)};
   };
-  for (int64_t r = 0; row_tops == nullptr && r < rows; ++r) {
+  for (int64_t r = 0; row_maxima == nullptr && r < rows; ++r) {
     const float* row = scores + r * kPanel;
     if constexpr (kHasWindow) {
       // Not -inf, whose difference from itself is no number: a later block may hold the first key that the row sees.
-      Floats top = set1(-__FLT_MAX__ / 4);
+      Floats lane_max = set1(-__FLT_MAX__ / 4);
       const KeyRange range = seen(r);
       for (int64_t key = range.begin / kWidth * kWidth; key < range.end; key += kWidth) {
         const Floats x = mul(load(score_at<kRows>(row, window.shift + key)), sign);
-        top = max(top, min(within(range.begin - key, range.end - key), x));
+        lane_max = max(lane_max, min(within(range.begin - key, range.end - key), x));
       }
-      store(lanes[r], top);
+      store(lanes[r], lane_max);
       continue;
     }
-    Floats top[kVectors];
-    for (int64_t v = 0; v < kVectors; ++v) top[v] = set1(-__builtin_inff());
+    Floats lane_max[kVectors];
+    for (int64_t v = 0; v < kVectors; ++v) lane_max[v] = set1(-__builtin_inff());
     for (int64_t p = 0; p < whole; ++p) {
       for (int64_t v = 0; v < kVectors; ++v) {
-        top[v] = max(top[v], mul(load(row + p * kPanelStride + v * kWidth), sign));
+        lane_max[v] = max(lane_max[v], mul(load(row + p * kPanelStride + v * kWidth), sign));
       }
     }
     for (int64_t i = 0; i < keys % kPanel; i += kWidth) {
-      top[0] = max(top[0], fma(load(row + whole * kPanelStride + i), sign, beyond(keys % kPanel - i)));
+      lane_max[0] = max(lane_max[0], fma(load(row + whole * kPanelStride + i), sign, beyond(keys % kPanel - i)));
     }
-    for (int64_t v = 1; v < kVectors; ++v) top[0] = max(top[0], top[v]);
-    store(lanes[r], top[0]);
+    for (int64_t v = 1; v < kVectors; ++v) lane_max[0] = max(lane_max[0], lane_max[v]);
+    store(lanes[r], lane_max[0]);
   }
-  Floats tops = reduce_rows<Max>(row_tops == nullptr ? lanes : row_tops + first), correction = set1(0.0f),
+  Floats row_max = reduce_rows<Max>(row_maxima == nullptr ? lanes : row_maxima + first), correction = set1(0.0f),
          sums = set1(0.0f);
   if (!is_first) {
-    const Floats before = load(states.top + first);
-    tops = max(mul(before, sign), tops);
-    correction = exp2<true>(mul(sub(before, mul(tops, sign)), scales));
-    sums = load(states.sum + first);
+    const Floats before = load(states.row_max + first);
+    row_max = max(mul(before, sign), row_max);
+    correction = exp2<true>(mul(sub(before, mul(row_max, sign)), scales));
+    sums = load(states.row_sum + first);
   }
-  store(states.top + first, mul(tops, sign));
+  store(states.row_max + first, mul(row_max, sign));
   store(states.correction + first, correction);
 
   for (int64_t r = 0; r < rows; ++r) {
     const float* row = scores + r * kPanel;
     E* probs = reinterpret_cast<E*>(m.probs + (first + r) * m.probs_stride);
-    const Floats top = set1(states.top[first + r]);
-    Floats total;
+    const Floats max_of_row = set1(states.row_max[first + r]);
+    Floats lane_sum;
     if constexpr (kHasWindow) {
       const auto [begin, end] = seen(r);
       if (m.multiplier == nullptr) {
-        total = exp_row_seen<E, false, kRows>(row, window.shift, begin, end, keys, top, scales, nullptr, probs);
+        lane_sum =
+            exp_row_seen<E, false, kRows>(row, window.shift, begin, end, keys, max_of_row, scales, nullptr, probs);
       } else {
         const int64_t drawn = begin / (2 * kWidth) * (2 * kWidth);
         draw_row(mask, counter + static_cast<uint64_t>(r) * counters_per_query + static_cast<uint64_t>(drawn / 4),
                  end - drawn, m.multiplier + drawn);
-        total = exp_row_seen<E, true, kRows>(row, window.shift, begin, end, keys, top, scales, m.multiplier, probs);
+        lane_sum =
+            exp_row_seen<E, true, kRows>(row, window.shift, begin, end, keys, max_of_row, scales, m.multiplier, probs);
       }
     } else if (m.multiplier == nullptr) {
-      total = exp_row<E, false, kRows>(row, keys, top, scales, nullptr, probs);
+      lane_sum = exp_row<E, false, kRows>(row, keys, max_of_row, scales, nullptr, probs);
     } else {
       const float* multiplier = draw_in_turn(mask, counter + static_cast<uint64_t>(r) * counters_per_query,
                                              counters_per_query, r, keys, kWidth, m.multiplier);
-      total = exp_row<E, true, kRows>(row, keys, top, scales, multiplier, probs);
+      lane_sum = exp_row<E, true, kRows>(row, keys, max_of_row, scales, multiplier, probs);
     }
-    store(lanes[r], total);
+    store(lanes[r], lane_sum);
   }
-  store(states.sum + first, fma(sums, correction, reduce_rows<Sum>(lanes)));
+  store(states.row_sum + first, fma(sums, correction, reduce_rows<Sum>(lanes)));
 }
 
 // For n keys, in blocks of `block`, beside which a window's scores may begin within a panel.
@@ -275,10 +278,11 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task,
                        std::min(kPanel, columns - p * kPanel) - skipped, adds,
                        reinterpret_cast<char*>(m.scores + p * kRows * kPanel + skipped));
         }
-        [[maybe_unused]] alignas(64) float row_tops[kIsRelative ? kRows : 1][kWidth];
-        bool has_tops = false;
+        [[maybe_unused]] alignas(64) float row_maxima[kIsRelative ? kRows : 1][kWidth];
+        bool has_maxima = false;
         if constexpr (kIsRelative) {
-          has_tops = end_scores(terms, query, rows, key, keys, in.softmax_scale, tile, kHasWindow ? nullptr : row_tops);
+          has_maxima =
+              end_scores(terms, query, rows, key, keys, in.softmax_scale, tile, kHasWindow ? nullptr : row_maxima);
         }
         const Window window = kHasWindow ? Window{in.key_begin + token, in.key_end + token, key, shift} : Window{};
         const uint64_t counters_per_query = static_cast<uint64_t>(in.num_heads) << 32;
@@ -286,7 +290,7 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task,
           const auto row = static_cast<uint64_t>((token + r) * in.num_heads + head);
           softmax_rows<E, kHasWindow, kRows>(m, r, std::min(kWidth, rows - r), keys, window, scale, mask,
                                              (row << 32) + static_cast<uint64_t>(key / 4), counters_per_query,
-                                             key == range.begin, has_tops ? row_tops : nullptr, states);
+                                             key == range.begin, has_maxima ? row_maxima : nullptr, states);
         }
         for (int64_t r = 0; key > range.begin && r < rows; ++r) {
           for (int64_t dim = 0; dim < d; dim += kWidth) {
@@ -301,12 +305,12 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task,
         }
       }
       float inverse[kRows];
-      for (int64_t r = 0; r < rows; r += kWidth) store(inverse + r, div(set1(1.0f), load(states.sum + r)));
+      for (int64_t r = 0; r < rows; r += kWidth) store(inverse + r, div(set1(1.0f), load(states.row_sum + r)));
       write_rows(m.sums, kRows, inverse, 1, rows, d, args.out.at(token, head), args.out.token_stride);
       if (args.softmax_stats == nullptr) continue;
       float* stats = args.softmax_stats + head * args.total_tokens + token;
-      std::copy_n(states.top, rows, stats);
-      std::copy_n(states.sum, rows, stats + in.num_heads * args.total_tokens);
+      std::copy_n(states.row_max, rows, stats);
+      std::copy_n(states.row_sum, rows, stats + in.num_heads * args.total_tokens);
     }
   }
 }

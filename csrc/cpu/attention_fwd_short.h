@@ -43,16 +43,16 @@ FwdShortMemory lay_out_fwd_short(Carver& carver, const AttentionInputs<T>& in, i
 // `counter` is that of the first query's first keys.
 template <typename E, bool kHasDropout>
 FASTBERT_SIMD void softmax_columns(const float* scores, int64_t keys, float scale, const DropoutMask& mask,
-                                   uint64_t counter, uint64_t counters_per_query, char* probs, float* tops,
-                                   float* sums) {
+                                   uint64_t counter, uint64_t counters_per_query, char* probs, float* row_max,
+                                   float* row_sum) {
   const Floats sign = set1(scale < 0.0f ? -1.0f : 1.0f), scales = set1(scale);
-  Floats top = set1(-__builtin_inff());
-  for (int64_t key = 0; key < keys; ++key) top = max(top, mul(load(scores + key * kPanel), sign));
-  top = mul(top, sign);
-  store(tops, top);
+  Floats query_max = set1(-__builtin_inff());
+  for (int64_t key = 0; key < keys; ++key) query_max = max(query_max, mul(load(scores + key * kPanel), sign));
+  query_max = mul(query_max, sign);
+  store(row_max, query_max);
   [[maybe_unused]] const Longs every_other_query = multiples(2 * counters_per_query);
-  Floats total[kWidth];
-  for (int64_t i = 0; i < kWidth; ++i) total[i] = set1(0.0f);
+  Floats partial_sum[kWidth];
+  for (int64_t i = 0; i < kWidth; ++i) partial_sum[i] = set1(0.0f);
   for (int64_t first = 0; first < keys; first += 4) {
     [[maybe_unused]] ColumnMultipliers multipliers;
     if constexpr (kHasDropout) {
@@ -64,8 +64,8 @@ FASTBERT_SIMD void softmax_columns(const float* scores, int64_t keys, float scal
     for (int64_t i = 0; i < 4; ++i) {
       x[i] = set1(0.0f);
       if (first + i >= keys) continue;
-      x[i] = exp_score<E>(scores + (first + i) * kPanel, top, scales, kWidth);
-      Floats& sum = total[(first + i) % kWidth];
+      x[i] = exp_score<E>(scores + (first + i) * kPanel, query_max, scales, kWidth);
+      Floats& sum = partial_sum[(first + i) % kWidth];
       sum = add(sum, x[i]);
       if constexpr (kHasDropout) x[i] = mul(x[i], multipliers.column[i]);
     }
@@ -78,9 +78,9 @@ FASTBERT_SIMD void softmax_columns(const float* scores, int64_t keys, float scal
 #pragma GCC unroll 4
   for (int64_t half = kWidth / 2; half > 0; half /= 2) {
 #pragma GCC unroll 8
-    for (int64_t i = 0; i < half; ++i) total[i] = add(total[i], total[i + half]);
+    for (int64_t i = 0; i < half; ++i) partial_sum[i] = add(partial_sum[i], partial_sum[i + half]);
   }
-  store(sums, total[0]);
+  store(row_sum, partial_sum[0]);
 }
 
 template <typename E, bool kIsRelative, typename T>
@@ -128,17 +128,17 @@ void attention_fwd_short(const AttentionFwd<T>& args, const AttentionTask& task,
     if constexpr (kIsRelative) {
       if (has_bias) add_bias(n, n, bias_turned_of_head(*relative, head), in.softmax_scale, tile);
     }
-    alignas(64) float tops[kPanel], sums[kPanel], inverse[kPanel];
+    alignas(64) float row_max[kPanel], row_sum[kPanel], inverse[kPanel];
     for (int64_t query = 0; query < n; query += kWidth) {
       const uint64_t counter = static_cast<uint64_t>((token + query) * in.num_heads + head) << 32;
       if (in.dropout.p > 0.0) {
         softmax_columns<E, true>(m.scores + query, n, scale, mask, counter, counters_per_query, m.probs + query * 4,
-                                 tops + query, sums + query);
+                                 row_max + query, row_sum + query);
       } else {
         softmax_columns<E, false>(m.scores + query, n, scale, mask, counter, counters_per_query, m.probs + query * 4,
-                                  tops + query, sums + query);
+                                  row_max + query, row_sum + query);
       }
-      store(inverse + query, div(set1(1.0f), load(sums + query)));
+      store(inverse + query, div(set1(1.0f), load(row_sum + query)));
     }
     for (int64_t p = 0; p < dim_panels; ++p) {
       vector_product<Dot>(n, m.probs, 4, kStepBytes, m.v_rows + p * steps_of<E>(n) * kStepBytes, steps_of<E>(n),
@@ -147,7 +147,7 @@ void attention_fwd_short(const AttentionFwd<T>& args, const AttentionTask& task,
     write_rows(m.sums, n, inverse, 1, n, d, args.out.at(token, head), args.out.token_stride);
     if (args.softmax_stats == nullptr) continue;
     float* stats = args.softmax_stats + head * args.total_tokens + token;
-    std::copy_n(tops, n, stats);
-    std::copy_n(sums, n, stats + in.num_heads * args.total_tokens);
+    std::copy_n(row_max, n, stats);
+    std::copy_n(row_sum, n, stats + in.num_heads * args.total_tokens);
   }
 }

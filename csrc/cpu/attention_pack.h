@@ -353,17 +353,17 @@ FASTBERT_SIMD Floats beyond(int64_t real) {
   return load(kTable + 16 - std::min(real, kWidth));
 }
 
-// exp(softmax_scale * (score - top score of the row)) of kWidth scores; `scale` has log2(e) in it. The difference comes
-// first: it is exact near the top, where products would be rounded, and a probability that dominates is exactly 1.
+// exp(softmax_scale * (score - row_max)) of kWidth scores; `scale` has log2(e) in it. The difference comes
+// first: it is exact near the maximum, where products would be rounded, and a probability that dominates is exactly 1.
 template <typename E>
-FASTBERT_SIMD Floats exp_score(const float* scores, Floats top, Floats scale, int64_t real) {
-  const Floats x = mul(sub(load(scores), top), scale);
+FASTBERT_SIMD Floats exp_score(const float* scores, Floats row_max, Floats scale, int64_t real) {
+  const Floats x = mul(sub(load(scores), row_max), scale);
   return exp2<sizeof(E) == 4>(real >= kWidth ? x : add(x, beyond(real)));
 }
 
 // The same where a query sees the keys from number `begin` to number `end` of these.
 template <typename E>
-FASTBERT_SIMD Floats exp_seen(const float* scores, Floats top, Floats scale, int64_t begin, int64_t end) {
-  const Floats x = mul(sub(load(scores), top), scale);
+FASTBERT_SIMD Floats exp_seen(const float* scores, Floats row_max, Floats scale, int64_t begin, int64_t end) {
+  const Floats x = mul(sub(load(scores), row_max), scale);
   return exp2<sizeof(E) == 4>(begin <= 0 && end >= kWidth ? x : min(within(begin, end), x));
 }

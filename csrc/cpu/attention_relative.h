@@ -15,11 +15,11 @@ struct DistanceTable {
   int64_t first, panels;
 };
 
-// No tile of which anything is near has more distances.
+// No tile of which any distance is unclamped has more of them.
 constexpr int64_t kTileDistances = 192;
 
-// `ahead` is a key's place less a query's. Up to `far_left` and from `far_right` on all distances have the same row of
-// the tables; where there are more of them than a tile has, the tables end there.
+// `ahead` is a key's place less a query's. Up to `clamped_left` and from `clamped_right` on all distances have the same
+// row of the tables; where there are more of them than a tile has, the tables end there.
 struct RelativeTerms {
   DistanceTable key;         // what queries meet, by the distance ahead
   DistanceTable query;       // what keys meet, by the distance behind
@@ -27,7 +27,7 @@ struct RelativeTerms {
   const float* bias_turned;  // the same by the distance behind
   int64_t bias_stride;
   int64_t reach;  // all distances are below it
-  int64_t far_left, far_right;
+  int64_t clamped_left, clamped_right;
   const int32_t* places;  // (total_tokens,); null: 0, 1, 2... in each sequence
 
   bool has_tables() const { return key.columns != nullptr || query.columns != nullptr; }

@@ -108,8 +108,8 @@ FASTBERT_SIMD char* pairs_at(const BwdTerms& terms, int64_t step, int64_t distan
   return terms.pairs + (step * kBand + distance) * 4;
 }
 
-// Behind the band's `rows` rows: zeros up to whole steps, and the pairs. kIsSkewed: all else than the band is zero.
-template <typename E, bool kIsSkewed>
+// Behind the band's `rows` rows: zeros up to whole steps, and the pairs. kIsShifted: all else than the band is zero.
+template <typename E, bool kIsShifted>
 void end_band(const BwdTerms& terms, int64_t rows) {
   const int64_t whole = whole_steps<E>(rows) * kPerStep<E>;
   for (int64_t r = rows; r < whole; ++r) {
@@ -119,7 +119,8 @@ void end_band(const BwdTerms& terms, int64_t rows) {
   if constexpr (kPerStep<E> == 2) {
     for (int64_t r = 0; r < whole; r += 2) {
       const E* row = reinterpret_cast<const E*>(terms.band) + r * kBand;
-      const int64_t begin = kIsSkewed ? (kBlock - 2 - r) / kWidth * kWidth : 0, end = kIsSkewed ? kBand - 1 - r : kBand;
+      const int64_t begin = kIsShifted ? (kBlock - 2 - r) / kWidth * kWidth : 0,
+                    end = kIsShifted ? kBand - 1 - r : kBand;
       for (int64_t i = begin; i < end; i += kWidth) {
         store(reinterpret_cast<int32_t*>(pairs_at<E>(terms, r / 2, i)), pair_bf16(row + i, row + kBand + i));
       }
@@ -131,7 +132,7 @@ void end_band(const BwdTerms& terms, int64_t rows) {
 // One of both sides of a square: its rows, the table that they meet, and where the gradients are summed.
 struct BandSide {
   int64_t rows, columns;
-  bool is_skewed;  // else of `distances` distances each row has any
+  bool is_shifted;  // else of `distances` distances each row has any
   int64_t distances;
   const char* table_rows;  // from the band's first distance on; null: there is no such term
   int64_t table_steps;     // of a panel of dims
@@ -152,8 +153,8 @@ void add_to_rows(AmxTiles& tiles, const BwdTerms& terms, const BandSide& side, i
   for (int64_t r = 0; r < side.rows; r += kBandRows<E>) {
     const int64_t height = std::min(kBandRows<E>, side.rows - r);
     const int64_t first = kUsesAmx<Dot> ? kBlock - kBandRows<E> - r : (kBlock - r - height) / kPerStep<E> * kPerStep<E>;
-    const int64_t begin = side.is_skewed ? first : 0;
-    const int64_t end = side.is_skewed ? kBlock - 1 - r + side.columns : side.distances;
+    const int64_t begin = side.is_shifted ? first : 0;
+    const int64_t end = side.is_shifted ? kBlock - 1 - r + side.columns : side.distances;
     const char* left = terms.band + (r * kBand + begin) * static_cast<int64_t>(sizeof(E));
     for (int64_t p = 0; p * kPanel < d; ++p) {
       product<Dot>(tiles, height, left, kBand * static_cast<int64_t>(sizeof(E)),
@@ -170,14 +171,14 @@ void add_to_table(AmxTiles& tiles, const BwdTerms& terms, const BandSide& side, 
   using Dot = typename DotOf<E>::Dot;
   constexpr int64_t kHeight = kUsesAmx<Dot> ? kAmxRows : kTileRows;
   const int64_t whole = whole_steps<E>(side.rows) * kPerStep<E>;
-  const int64_t first = side.is_skewed && !kUsesAmx<Dot> ? kBlock - side.rows : 0;
-  const int64_t end = side.is_skewed ? kBlock - 1 + side.columns : side.distances;
+  const int64_t first = side.is_shifted && !kUsesAmx<Dot> ? kBlock - side.rows : 0;
+  const int64_t end = side.is_shifted ? kBlock - 1 + side.columns : side.distances;
   for (int64_t u = first; u < end; u += kHeight) {
     const int64_t height = std::min(kHeight, end - u);
     // Which rows have any of these distances, in whole steps.
     constexpr int64_t kRows = kStepGroup<E> * kPerStep<E>;
-    const int64_t row = side.is_skewed ? std::max<int64_t>(0, kBlock - u - height) / kRows * kRows : 0;
-    const int64_t row_end = side.is_skewed ? std::min(whole, kBlock - 1 - u + side.columns) : whole;
+    const int64_t row = side.is_shifted ? std::max<int64_t>(0, kBlock - u - height) / kRows * kRows : 0;
+    const int64_t row_end = side.is_shifted ? std::min(whole, kBlock - 1 - u + side.columns) : whole;
     if (row >= row_end) continue;
     const int64_t steps = whole_steps<E>(row_end - row);
     for (int64_t p = 0; p * kPanel < d; ++p) {
@@ -199,9 +200,9 @@ void add_to_table(AmxTiles& tiles, const BwdTerms& terms, const BandSide& side, 
 template <typename E>
 void add_to_bias(const BwdTerms& terms, const BandSide& side) {
   constexpr int64_t kChain = 8;
-  for (int64_t u = 0; u < (side.is_skewed ? kBand : side.distances); u += kWidth) {
-    const int64_t begin = side.is_skewed ? std::max<int64_t>(0, kBlock - u - kWidth) : 0;
-    const int64_t end = side.is_skewed ? std::min(side.rows, kBand - 1 - u) : side.rows;
+  for (int64_t u = 0; u < (side.is_shifted ? kBand : side.distances); u += kWidth) {
+    const int64_t begin = side.is_shifted ? std::max<int64_t>(0, kBlock - u - kWidth) : 0;
+    const int64_t end = side.is_shifted ? std::min(side.rows, kBand - 1 - u) : side.rows;
     Floats total = set1(0.0f);
     for (int64_t r = begin; r < end; r += kChain) {
       Floats chain = set1(0.0f);
@@ -231,7 +232,7 @@ void add_gathered(AmxTiles& tiles, const BwdTerms& terms, BandSide side, int64_t
   const auto column_of = [&](int64_t r, int64_t c) {
     return std::clamp<int64_t>(column_places[c] - row_places[r] - first, 0, panels * kPanel - 1);
   };
-  side.is_skewed = false;
+  side.is_shifted = false;
   const int64_t begin = column_of(side.rows - 1, 0) / kPanel * kPanel, end = column_of(0, side.columns - 1) + 1;
   const char* table_rows = side.table_rows;
   char* table_sums = side.table_sums;
@@ -313,18 +314,18 @@ template <typename E>
 void add_square(AmxTiles& tiles, const BwdTerms& terms, const BwdMemory& memory, int64_t query, int64_t rows,
                 int64_t rows_total, int64_t key, int64_t keys, int64_t d, char* dk_sums) {
   const RelativeTerms& relative = *terms.relative;
-  const bool is_skewed = terms.places == nullptr;
+  const bool is_shifted = terms.places == nullptr;
   const int64_t block_steps = kBlock / kPerStep<E>, row_steps = whole_steps<E>(rows_total);
   const E* dscores = reinterpret_cast<const E*>(memory.dscores);
-  // Where the square's band begins in a table; far ones are like the last that the table has.
+  // Where the square's band begins in a table; clamped ones are like the last that the table has.
   const auto band_begin = [&](const DistanceTable& table, int64_t distance) {
-    return is_skewed ? std::clamp<int64_t>(distance + 1 - kBlock - table.first, 0, (table.panels - 2) * kPanel) : 0;
+    return is_shifted ? std::clamp<int64_t>(distance + 1 - kBlock - table.first, 0, (table.panels - 2) * kPanel) : 0;
   };
   if (terms.key_rows != nullptr || terms.bias != nullptr) {
     const int64_t begin = band_begin(relative.key, key - query);
     const BandSide side{rows,
                         keys,
-                        is_skewed,
+                        is_shifted,
                         0,
                         terms.key_rows == nullptr ? nullptr : terms.key_rows + begin / kPerStep<E> * kStepBytes,
                         relative.key.panels * block_steps,
@@ -336,7 +337,7 @@ void add_square(AmxTiles& tiles, const BwdTerms& terms, const BwdMemory& memory,
                         memory.columns_stride,
                         terms.sums.key + begin * kStepBytes,
                         terms.bias == nullptr ? nullptr : terms.sums.bias + begin};
-    if (is_skewed) {
+    if (is_shifted) {
       fill_band<E>(terms, dscores, rows, keys);
       end_band<E, true>(terms, rows);
       add_band<E>(tiles, terms, side, d);
@@ -349,7 +350,7 @@ void add_square(AmxTiles& tiles, const BwdTerms& terms, const BwdMemory& memory,
   const int64_t begin = band_begin(relative.query, query - key);
   const BandSide side{keys,
                       rows,
-                      is_skewed,
+                      is_shifted,
                       0,
                       terms.query_rows + begin / kPerStep<E> * kStepBytes,
                       relative.query.panels * block_steps,
@@ -361,7 +362,7 @@ void add_square(AmxTiles& tiles, const BwdTerms& terms, const BwdMemory& memory,
                       terms.k_turned_stride,
                       terms.sums.query + begin * kStepBytes,
                       nullptr};
-  if (is_skewed) {
+  if (is_shifted) {
     fill_band_turned<E>(terms, memory.dscores_pairs, rows, keys);
     end_band<E, true>(terms, keys);
     add_band<E>(tiles, terms, side, d);

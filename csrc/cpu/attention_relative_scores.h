@@ -68,7 +68,7 @@ void table_products(AmxTiles& tiles, int64_t rows, const Left& left, const TermT
 }
 
 // The products of `rows` rows, by tiles of kRows, with the distances distance - r + c of the columns c from 0 to
-// `columns`: run_of finds a row's run. A tile of which all is far, where distances have one row, is moved to the
+// `columns`: run_of finds a row's run. A tile whose distances are all clamped, to one row, is moved to the
 // table's end.
 template <typename E, int64_t kRows>
 void run_products(AmxTiles& tiles, int64_t rows, const Left& left, const TermTable& table, int64_t distance,
@@ -213,15 +213,16 @@ void end_products(AmxTiles& tiles, int64_t rows, const Left& left, const TermTab
   }
 }
 
-// Scores become scaled ones with a bias; `bias` is that of row 0 and column 0, ascending by columns. Where `tops` are
-// wanted, each row's has the row's largest score in one of its lanes: as softmax_rows finds them, while they are there.
+// Scores become scaled ones with a bias; `bias` is that of row 0 and column 0, ascending by columns. Where `row_maxima`
+// are wanted, each row's has the row's largest score in one of its lanes: as softmax_rows finds them, while they are
+// there.
 FASTBERT_SIMD void add_bias(int64_t rows, int64_t columns, const float* bias, float softmax_scale,
-                            const TileScores& scores, float (*tops)[kWidth] = nullptr) {
+                            const TileScores& scores, float (*row_maxima)[kWidth] = nullptr) {
   constexpr int64_t kVectors = kPanel / kWidth;
   const Floats scale = set1(softmax_scale);
   for (int64_t r = 0; r < rows; ++r) {
-    Floats top[kVectors];
-    for (int64_t v = 0; v < kVectors; ++v) top[v] = set1(-__builtin_inff());
+    Floats lane_max[kVectors];
+    for (int64_t v = 0; v < kVectors; ++v) lane_max[v] = set1(-__builtin_inff());
     scores.by_panel(r, 0, columns, [&](float* at, int64_t first, int64_t count) {
       const float* of_row = bias - r + first;
       const auto add_at = [&](int64_t c) {
@@ -231,14 +232,14 @@ FASTBERT_SIMD void add_bias(int64_t rows, int64_t columns, const float* bias, fl
       };
       if (count == kPanel) {
 #pragma GCC unroll 8
-        for (int64_t v = 0; v < kVectors; ++v) top[v] = max(top[v], add_at(v * kWidth));
+        for (int64_t v = 0; v < kVectors; ++v) lane_max[v] = max(lane_max[v], add_at(v * kWidth));
         return;
       }
-      for (int64_t c = 0; c < count; c += kWidth) top[0] = max(top[0], add(add_at(c), beyond(count - c)));
+      for (int64_t c = 0; c < count; c += kWidth) lane_max[0] = max(lane_max[0], add(add_at(c), beyond(count - c)));
     });
-    if (tops == nullptr) continue;
-    for (int64_t v = 1; v < kVectors; ++v) top[0] = max(top[0], top[v]);
-    store(tops[r], top[0]);
+    if (row_maxima == nullptr) continue;
+    for (int64_t v = 1; v < kVectors; ++v) lane_max[0] = max(lane_max[0], lane_max[v]);
+    store(row_maxima[r], lane_max[0]);
   }
 }
 
@@ -311,8 +312,8 @@ void begin_head(QueryTerms& terms, const AttentionInputs<T>& in, int64_t first_t
 }
 
 // All distances of these columns are beyond an end of the tables: a number for each row, and one for each column.
-FASTBERT_SIMD void fill_far(int64_t rows, int64_t begin, int64_t end, const float* of_rows, const float* of_columns,
-                            const TileScores& scores) {
+FASTBERT_SIMD void fill_clamped(int64_t rows, int64_t begin, int64_t end, const float* of_rows, const float* of_columns,
+                                const TileScores& scores) {
   for (int64_t r = 0; r < rows; ++r) {
     const Floats x = set1(of_rows == nullptr ? 0.0f : of_rows[r]);
     scores.by_panel(r, begin, end, [&](float* to, int64_t first, int64_t count) {
@@ -327,8 +328,8 @@ FASTBERT_SIMD void fill_far(int64_t rows, int64_t begin, int64_t end, const floa
 template <typename E>
 void begin_scores(AmxTiles& tiles, QueryTerms& terms, int64_t query, int64_t rows, const Left& q, int64_t key,
                   int64_t keys, const TileScores& scores) {
-  constexpr int64_t kFarColumns = 16;
-  static_assert(kMostRows + kFarColumns <= kTileDistances);
+  constexpr int64_t kClampedColumns = 16;
+  static_assert(kMostRows + kClampedColumns <= kTileDistances);
   const RelativeTerms& relative = *terms.relative;
   TileTerms tile = terms.tables;
   const int64_t stride = tile.columns.stride, first = key - terms.first_key;
@@ -336,25 +337,27 @@ void begin_scores(AmxTiles& tiles, QueryTerms& terms, int64_t query, int64_t row
   if (terms.places != nullptr) {
     return gathered_terms<E>(tiles, tile, rows, keys, terms.places + query, terms.places + key, terms.space, scores);
   }
-  // Columns before near_begin are far on the left of all rows, those from near_end on far on the right.
+  // Columns before unclamped_begin are clamped to the left end for all rows,
+  // those from unclamped_end on to the right one.
   const int64_t distance = key - query;
   const auto up = [&](int64_t c) {
-    return std::clamp<int64_t>((c + kFarColumns - 1) / kFarColumns * kFarColumns, 0, keys);
+    return std::clamp<int64_t>((c + kClampedColumns - 1) / kClampedColumns * kClampedColumns, 0, keys);
   };
-  const int64_t near_begin = up(std::max<int64_t>(0, relative.far_left - distance - kFarColumns + 2));
-  const int64_t near_end = std::max(near_begin, up(std::max<int64_t>(0, relative.far_right - distance + rows - 1)));
-  if (near_begin < near_end) {
-    tile.columns.data += near_begin * stride;
-    tile_terms<E>(tiles, tile, rows, near_end - near_begin, distance + near_begin, terms.space,
-                  {scores.scores, scores.panel_stride, scores.shift + near_begin});
+  const int64_t unclamped_begin = up(std::max<int64_t>(0, relative.clamped_left - distance - kClampedColumns + 2));
+  const int64_t unclamped_end =
+      std::max(unclamped_begin, up(std::max<int64_t>(0, relative.clamped_right - distance + rows - 1)));
+  if (unclamped_begin < unclamped_end) {
+    tile.columns.data += unclamped_begin * stride;
+    tile_terms<E>(tiles, tile, rows, unclamped_end - unclamped_begin, distance + unclamped_begin, terms.space,
+                  {scores.scores, scores.panel_stride, scores.shift + unclamped_begin});
   }
-  if (near_begin == 0 && near_end == keys) return;
+  if (unclamped_begin == 0 && unclamped_end == keys) return;
   alignas(64) float row_ends[kMostRows];
   const bool has_rows = tile.of_rows.columns != nullptr, has_columns = tile.of_columns.columns != nullptr;
   if (has_columns && !terms.has_key_ends) {
     for (int64_t end = 0; end < 2; ++end) {
       end_products<E>(tiles, terms.keys, terms.tables.columns, tile.of_columns,
-                      end == 0 ? -relative.far_left : -relative.far_right, terms.space,
+                      end == 0 ? -relative.clamped_left : -relative.clamped_right, terms.space,
                       terms.key_ends + end * terms.keys);
     }
     terms.has_key_ends = true;
@@ -362,23 +365,23 @@ void begin_scores(AmxTiles& tiles, QueryTerms& terms, int64_t query, int64_t row
   const auto fill = [&](int64_t begin, int64_t end, bool is_right) {
     if (begin == end) return;
     if (has_rows) {
-      end_products<E>(tiles, rows, q, tile.of_rows, is_right ? relative.far_right : relative.far_left, terms.space,
-                      row_ends);
+      end_products<E>(tiles, rows, q, tile.of_rows, is_right ? relative.clamped_right : relative.clamped_left,
+                      terms.space, row_ends);
     }
-    fill_far(rows, begin, end, has_rows ? row_ends : nullptr,
-             has_columns ? terms.key_ends + (is_right ? terms.keys : 0) + first : nullptr, scores);
+    fill_clamped(rows, begin, end, has_rows ? row_ends : nullptr,
+                 has_columns ? terms.key_ends + (is_right ? terms.keys : 0) + first : nullptr, scores);
   };
-  fill(0, near_begin, false);
-  fill(near_end, keys, true);
+  fill(0, unclamped_begin, false);
+  fill(unclamped_end, keys, true);
 }
 
-// Behind the products of queries and keys; whether the rows' `tops` have been found, where they are wanted.
+// Behind the products of queries and keys; whether the rows' `row_maxima` have been found, where they are wanted.
 FASTBERT_SIMD bool end_scores(const QueryTerms& terms, int64_t query, int64_t rows, int64_t key, int64_t keys,
-                              float softmax_scale, const TileScores& scores, float (*tops)[kWidth]) {
+                              float softmax_scale, const TileScores& scores, float (*row_maxima)[kWidth]) {
   if (terms.bias == nullptr) return false;
   if (terms.places == nullptr) {
-    add_bias(rows, keys, terms.bias + key - query, softmax_scale, scores, tops);
-    return tops != nullptr;
+    add_bias(rows, keys, terms.bias + key - query, softmax_scale, scores, row_maxima);
+    return row_maxima != nullptr;
   }
   add_bias_of_places(rows, keys, terms.places + query, terms.places + key, terms.bias, softmax_scale, scores);
   return false;

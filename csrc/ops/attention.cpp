@@ -9,9 +9,9 @@ namespace {
 void run_forward(const Operands& operands, const Array& out, const Array& stats) {
   const int64_t total_tokens = operands.total_tokens, end = operands.offsets.back();
   const bool has_stats = stats.defined() && stats.numel() > 0;
-  if (const int64_t slack = total_tokens - end; slack > 0) {
-    zero(out.narrow(0, end, slack));
-    if (has_stats) zero(stats.narrow(2, end, slack));
+  if (const int64_t padding_rows = total_tokens - end; padding_rows > 0) {
+    zero(out.narrow(0, end, padding_rows));
+    if (has_stats) zero(stats.narrow(2, end, padding_rows));
   }
   for_dtype(out.scalar_type(), [&](auto zero) {
     using T = decltype(zero);

@@ -33,8 +33,8 @@ Distances Distances::of(const int32_t* rows, int64_t longest, int64_t reach) {
   int64_t left = 1 - reach, right = reach - 1;
   while (left < 0 && row_ahead(left + 1) == row_ahead(left)) ++left;
   while (right > 0 && row_ahead(right - 1) == row_ahead(right)) --right;
-  distances.far_left = left, distances.far_right = right;
-  // A square of which all is far does as well for those that are further.
+  distances.clamped_left = left, distances.clamped_right = right;
+  // A square whose distances are all clamped does as well for those that are further.
   const int64_t blocks = ceil_blocks(reach) - 1, to_end = kTileDistances - kAttentionBlock;
   const int64_t begin = std::max(-blocks, floor_blocks(left - to_end)),
                 end = std::min(blocks, ceil_blocks(right + to_end));

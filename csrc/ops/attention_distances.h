@@ -22,7 +22,7 @@ struct ColumnsOfRows {
 
 struct Distances {
   int64_t reach;  // all distances are below it
-  int64_t far_left, far_right;
+  int64_t clamped_left, clamped_right;
   DistanceColumns ahead, behind;  // by a key's place less a query's, and the other way round
 
   // `rows` (2 * longest - 1,): of a query's place less a key's, from 1 - longest on; 0 < reach <= longest.

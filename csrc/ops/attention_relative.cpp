@@ -118,7 +118,7 @@ PreparedTerms prepare(const RelativeForm& form, const Operands& operands, bool i
   if (terms.reach == 0 || operands.num_heads == 0) return prepared;
 
   prepared.distances = Distances::of(row, longest, terms.reach);
-  terms.far_left = prepared.distances.far_left, terms.far_right = prepared.distances.far_right;
+  terms.clamped_left = prepared.distances.clamped_left, terms.clamped_right = prepared.distances.clamped_right;
   const DistanceColumns &ahead = prepared.distances.ahead, &behind = prepared.distances.behind;
   terms.key.first = ahead.first, terms.key.panels = ahead.panels;
   terms.query.first = behind.first, terms.query.panels = behind.panels;
@@ -179,24 +179,24 @@ void write_table(const GradientSums& sums, const DistanceColumns& columns, doubl
 // In double: many distances may share a row, whose sums nearly cancel.
 void write_bias(const GradientSums& sums, const DistanceColumns& columns, const Array& out) {
   const int64_t num_heads = out.size(1);
-  std::vector<double> totals(static_cast<size_t>(out.numel()));
+  std::vector<double> dbias(static_cast<size_t>(out.numel()));
   for (int64_t group = 0; group < sums.memory.size(0); ++group) {
     for (int64_t head = 0; head < num_heads; ++head) {
       const float* from = sums.of(group, head);
       for (size_t i = 0; i < columns.rows.size(); ++i) {
-        totals[static_cast<size_t>(columns.rows[i] * num_heads + head)] += from[i];
+        dbias[static_cast<size_t>(columns.rows[i] * num_heads + head)] += from[i];
       }
     }
   }
-  std::transform(totals.begin(), totals.end(), out.data<float>(), [](double x) { return static_cast<float>(x); });
+  std::transform(dbias.begin(), dbias.end(), out.data<float>(), [](double x) { return static_cast<float>(x); });
 }
 
 // `stats` is undefined where it is not wanted.
 void run_forward(const Operands& operands, const RelativeForm& form, const Array& out, const Array& stats) {
   const PreparedTerms prepared = prepare(form, operands, false);
-  const int64_t end = operands.offsets.back(), slack = operands.total_tokens - end;
-  zero(out.narrow(0, end, slack));
-  if (stats.defined()) zero(stats.narrow(2, end, slack));
+  const int64_t end = operands.offsets.back(), padding_rows = operands.total_tokens - end;
+  zero(out.narrow(0, end, padding_rows));
+  if (stats.defined()) zero(stats.narrow(2, end, padding_rows));
   for_dtype(out.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     const AttentionFwd<T> args{inputs<T>(operands), head_rows<T>(out), stats.defined() ? stats.data<float>() : nullptr,

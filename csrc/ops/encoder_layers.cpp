@@ -73,7 +73,7 @@ Array run_in_turn(const Array& x, const Array& cu_seqlens, const LayerStack& sta
       attention_relative_rows(heads.q, heads.k, heads.v, cu_seqlens, attention, terms.read(spec), context);
     }
 
-    // What ends a half, residual and norm, runs over rows as the product before it finishes them.
+    // What ends a sublayer, residual and norm, runs over rows as the product before it finishes them.
     const size_t output = spec.attention_output(), down = spec.down();
     const auto end_attention = [&](const RowsDone& end) {
       linear_rows(flat_context, {layer.without_bias(output)}, {product}, dtype, end);

@@ -67,13 +67,14 @@ void add_to(const Array& sum, const Array& x) {
   });
 }
 
-// The end of a half: dropout(product + bias) + residual, and the norm of that, if there is one, in memory of make_out.
+// The end of a sublayer: dropout(product + bias) + residual, and the norm of that, if there is one, in memory of
+// make_out.
 struct End {
   Array out, summed, mean, rstd;
 };
 
-End end_half(const Array& product, const Array& bias, const Array& residual, const NormOperand& norm,
-             const OptionalArray& philox, double dropout_p, MakeArray make_out) {
+End end_sublayer(const Array& product, const Array& bias, const Array& residual, const NormOperand& norm,
+                 const OptionalArray& philox, double dropout_p, MakeArray make_out) {
   if (!norm.weight.defined()) {
     const Array sum = add_dropped(product, bias, residual, philox, dropout_p);
     return {sum, sum, {}, {}};
@@ -95,8 +96,8 @@ struct EndGradients {
   Array dproduct, dresidual, dbias, dnorm, dnorm_bias;
 };
 
-// A layer's or a half's gradient is dout + more, of which `more` may be undefined: what adds them up is what reads
-// them.
+// A layer's or a sublayer's gradient is dout + more, of which `more` may be undefined: what adds them up is what
+// reads them.
 struct Sum {
   Array dout, more;
 
@@ -188,16 +189,16 @@ Array layer_forward(const Array& x, const LayerSpec& spec, const LayerOperands& 
   // The sums of residual and product are in x's dtype: where that is wider, the product is not rounded on its way.
   const Array product = workspace(x.sizes(), x.scalar_type());
   linear_rows(flat(kept.context), {layer.without_bias(output)}, {product}, dtype, nullptr);
-  const End middle = end_half(product, layer.bias[output], x, layer.middle_norm(spec),
-                              philox_of(philox, kAttentionOutput), spec.attention_output_dropout, workspace);
+  const End middle = end_sublayer(product, layer.bias[output], x, layer.middle_norm(spec),
+                                  philox_of(philox, kAttentionOutput), spec.attention_output_dropout, workspace);
   std::tie(kept.summed, kept.mean, kept.rstd) = std::tie(middle.summed, middle.mean, middle.rstd);
 
   const FeedForwardOperand feed_forward = layer.feed_forward(spec, shared.activation, inner_dropout(spec, philox));
   kept.pre = empty({x.size(0), static_cast<int64_t>(spec.num_ups()) * layer.weight[up].size(0)}, dtype);
   feed_forward_rows(middle.out, feed_forward, product, kept.pre, dtype, nullptr);
-  const End last = end_half(product, layer.bias[down], spec.norm_first ? middle.summed : middle.out,
-                            spec.norm_first ? NormOperand() : layer.feed_forward_norm, philox_of(philox, kOutput),
-                            spec.feed_forward_dropout, make_out);
+  const End last = end_sublayer(product, layer.bias[down], spec.norm_first ? middle.summed : middle.out,
+                                spec.norm_first ? NormOperand() : layer.feed_forward_norm, philox_of(philox, kOutput),
+                                spec.feed_forward_dropout, make_out);
   std::tie(kept.last_summed, kept.last_mean, kept.last_rstd) = std::tie(last.summed, last.mean, last.rstd);
 
   return last.out;

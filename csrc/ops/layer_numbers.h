@@ -33,30 +33,30 @@ struct LayerNumbers {
   double feed_forward_dropout;
 
   static LayerNumbers read(const int64_t* ints, const double* floats) {
-    LayerNumbers made;
-    made.num_heads = ints[0];
-    made.num_kv_heads = ints[1];
-    made.head_dim = ints[2];
-    made.window_left = ints[3];
-    made.window_right = ints[4];
-    made.rotary = ints[5];
-    made.norm_first = ints[6] != 0;
-    made.merged_qkv = ints[7] != 0;
-    made.gated = ints[8] != 0;
-    made.merged_gate = ints[9] != 0;
-    made.rms = ints[10] != 0;
-    made.biases = ints[11];
-    made.scales = ints[12];
-    made.norms = ints[13];
-    made.relative = ints[14];
-    made.softmax_scale = floats[0];
-    made.attention_norm_eps = floats[1];
-    made.feed_forward_norm_eps = floats[2];
-    made.attention_dropout = floats[3];
-    made.attention_output_dropout = floats[4];
-    made.inner_dropout = floats[5];
-    made.feed_forward_dropout = floats[6];
-    return made;
+    LayerNumbers numbers;
+    numbers.num_heads = ints[0];
+    numbers.num_kv_heads = ints[1];
+    numbers.head_dim = ints[2];
+    numbers.window_left = ints[3];
+    numbers.window_right = ints[4];
+    numbers.rotary = ints[5];
+    numbers.norm_first = ints[6] != 0;
+    numbers.merged_qkv = ints[7] != 0;
+    numbers.gated = ints[8] != 0;
+    numbers.merged_gate = ints[9] != 0;
+    numbers.rms = ints[10] != 0;
+    numbers.biases = ints[11];
+    numbers.scales = ints[12];
+    numbers.norms = ints[13];
+    numbers.relative = ints[14];
+    numbers.softmax_scale = floats[0];
+    numbers.attention_norm_eps = floats[1];
+    numbers.feed_forward_norm_eps = floats[2];
+    numbers.attention_dropout = floats[3];
+    numbers.attention_output_dropout = floats[4];
+    numbers.inner_dropout = floats[5];
+    numbers.feed_forward_dropout = floats[6];
+    return numbers;
   }
 };
 

@@ -32,9 +32,9 @@ options = parser.parse_args()
 if not options.model.exists():
     recipe = ["--config", str(DATA.parent / "finetune_ner.yaml"), "--epochs", options.epochs]
     main(["finetune", *recipe, "--train", str(options.train), "--output", str(options.model)])
-found = options.model / "article.jsonl"
-main(["predict", str(options.model), str(options.article), "--output", str(found), "--force"])
-paragraphs = [json.loads(line) for line in found.read_text(encoding="utf-8").splitlines()]
+predictions = options.model / "article.jsonl"
+main(["predict", str(options.model), str(options.article), "--output", str(predictions), "--force"])
+paragraphs = [json.loads(line) for line in predictions.read_text(encoding="utf-8").splitlines()]
 for paragraph in paragraphs:
     for entity in paragraph["entities"]:
         print(f"{entity['label']:15} {entity['score']:.2f}  {entity['text']}")

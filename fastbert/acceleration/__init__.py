@@ -19,7 +19,7 @@ from fastbert.acceleration.heads import HeadForward, QueryForward, is_expander, 
 from fastbert.acceleration.instance import is_free, put, put_by_us, take_away
 from fastbert.acceleration.plan import is_patched, is_span_head, labels_tokens, live, make_plan, relation_of
 from fastbert.acceleration.status import status
-from fastbert.acceleration.tree import look_at
+from fastbert.acceleration.tree import take_snapshot
 from fastbert.families import FAMILIES
 from fastbert.families.schema import Family
 from fastbert.layers.leaves import originals_of
@@ -84,8 +84,8 @@ def accelerate(hf_model: M, *, spans_over_real_tokens: bool = False) -> M:
             forward = Forward(module, plan)
             put(module, forward)
             module.__dict__["extra_repr"] = forward.line  # repr(model) has it
-            if isinstance(found := look_at(module, plan, live(module, plan)[0]), str):
-                forward.say(found)
+            if isinstance(answer := take_snapshot(module, plan, live(module, plan)[0]), str):
+                forward.say(answer)
             _place_heads(plan.family, above, spans_over_real_tokens)
     if not any(map(_is_accelerated, modules.values())):
         if isinstance(hf_model, HasModel) or any(isinstance(module, PreTrainedModel) for module in modules.values()):
@@ -93,8 +93,8 @@ def accelerate(hf_model: M, *, spans_over_real_tokens: bool = False) -> M:
                 f"{type(hf_model).__name__} runs on fastbert's kernels already: it is of fastbert's own classes, which"
                 " need no accelerate"
             )
-        kind, why = type(hf_model).__name__, "; ".join(reasons) or "it holds no model of transformers"
-        raise ValueError(f"{kind} has nothing to accelerate ({why}); fastbert speeds up {_SUPPORTED}")
+        class_name, why = type(hf_model).__name__, "; ".join(reasons) or "it holds no model of transformers"
+        raise ValueError(f"{class_name} has nothing to accelerate ({why}); fastbert speeds up {_SUPPORTED}")
     for reason in reasons:
         warnings.warn(f"fastbert: not accelerated: {reason}", stacklevel=2)
     for module in expanders:
@@ -122,22 +122,22 @@ _Heads = list[tuple[nn.Module, str, str]]  # (the model with the head, its attri
 
 def _heads_over(modules: Iterable[nn.Module]) -> dict[int, _Heads]:
     """By the id of each base model."""
-    found: dict[int, _Heads] = {}
+    heads: dict[int, _Heads] = {}
     for parent in modules:
         for name, child in parent._modules.items():
             if child is not None and relation_of(parent) == "other":
                 for each in originals_of(child):
                     if relation_of(each) == "base":
-                        found.setdefault(id(each), []).append((parent, name, class_of(parent).__name__))
-    return found
+                        heads.setdefault(id(each), []).append((parent, name, class_of(parent).__name__))
+    return heads
 
 
 def _check_spans(hf_model: Any, heads: dict[int, _Heads]) -> None:
     spans = [(parent, head) for above in heads.values() for parent, _, head in above if is_span_head(head)]
     own = [head for parent, head in spans if is_patched(parent)]
     if own or not spans:
-        found = f"{own[0]} is not transformers' own" if own else f"{type(hf_model).__name__} has none"
-        raise ValueError(f"spans_over_real_tokens is for transformers' models for question answering; {found}")
+        problem = f"{own[0]} is not transformers' own" if own else f"{type(hf_model).__name__} has none"
+        raise ValueError(f"spans_over_real_tokens is for transformers' models for question answering; {problem}")
 
 
 def _told_by(family: Family, heads: _Heads, spans_over_real_tokens: bool) -> _Heads:

@@ -20,8 +20,8 @@ from fastbert.layers.leaves import get_leaf, in_use
 _ANYTHING = object()  # what no forward reads in this family
 
 
-def _window(form: AttentionSpec) -> int | None:
-    window = max(form.window_size)
+def _window(attention: AttentionSpec) -> int | None:
+    window = max(attention.window_size)
     return None if window < 0 else window + 1  # counted with the query's own token
 
 
@@ -31,15 +31,15 @@ def _mask_token(config: EncoderConfig) -> Any:
 
 
 def _of_field(name: str) -> Callable[[EncoderConfig, AttentionSpec], Any]:
-    return lambda config, form: getattr(config, name)
+    return lambda config, attention: getattr(config, name)
 
 
-def _rows(form: AttentionSpec) -> int:
-    return 2 * form.position.span if isinstance(form.position, Disentangled) else 0
+def _rows(attention: AttentionSpec) -> int:
+    return 2 * attention.position.span if isinstance(attention.position, Disentangled) else 0
 
 
 def _of_activation(name: str) -> Callable[[EncoderConfig, AttentionSpec], Any]:
-    def value(config: EncoderConfig, form: AttentionSpec) -> Any:
+    def value(config: EncoderConfig, attention: AttentionSpec) -> Any:
         from transformers.activations import ACT2FN
 
         return vars(ACT2FN[config.hidden_act]).get(name, _ANYTHING)
@@ -51,57 +51,57 @@ def _of_activation(name: str) -> Callable[[EncoderConfig, AttentionSpec], Any]:
 # that the module is in. Those of dropouts are a family's data (HfClass). What is not here is no forward's business:
 # tests/acceleration/test_attributes.py changes every attribute of every module and looks at the outputs.
 _TABLE: dict[str, Callable[[EncoderConfig, AttentionSpec], Any]] = {
-    **dict.fromkeys(("num_attention_heads", "n_heads"), lambda config, form: form.num_heads),
-    **dict.fromkeys(("attention_head_size", "head_dim"), lambda config, form: form.head_dim),
-    "num_key_value_groups": lambda config, form: form.num_heads // form.num_kv_heads,
-    "scaling": lambda config, form: config.family.hf_class.scaling or form.head_dim**-0.5,
-    "sliding_window": lambda config, form: _window(form),
-    "attention_type": lambda config, form: "full_attention" if _window(form) is None else "sliding_attention",
+    **dict.fromkeys(("num_attention_heads", "n_heads"), lambda config, attention: attention.num_heads),
+    **dict.fromkeys(("attention_head_size", "head_dim"), lambda config, attention: attention.head_dim),
+    "num_key_value_groups": lambda config, attention: attention.num_heads // attention.num_kv_heads,
+    "scaling": lambda config, attention: config.family.hf_class.scaling or attention.head_dim**-0.5,
+    "sliding_window": lambda config, attention: _window(attention),
+    "attention_type": lambda config, attention: "full_attention" if _window(attention) is None else "sliding_attention",
     **dict.fromkeys(
-        ("is_causal", "is_decoder", "is_cross_attention", "add_cross_attention"), lambda config, form: False
+        ("is_causal", "is_decoder", "is_cross_attention", "add_cross_attention"), lambda config, attention: False
     ),
-    "rotary_value": lambda config, form: form.rotary is not None and form.rotary.rotates_values,
-    "position_embedding_type": lambda config, form: "rotary" if config.embeddings.position is None else "absolute",
-    "padding_idx": lambda config, form: config.padding_idx if config.family.positions_from_ids else _ANYTHING,
-    "token_dropout": lambda config, form: config.embeddings.token_dropout is not None,
-    "mask_token_id": lambda config, form: _mask_token(config),
-    "use_task_id": lambda config, form: config.embeddings.task_type is not None,
-    "max_norm": lambda config, form: None,  # of a table that is read, and not called
+    "rotary_value": lambda config, attention: attention.rotary is not None and attention.rotary.rotates_values,
+    "position_embedding_type": lambda config, attention: "rotary" if config.embeddings.position is None else "absolute",
+    "padding_idx": lambda config, attention: config.padding_idx if config.family.positions_from_ids else _ANYTHING,
+    "token_dropout": lambda config, attention: config.embeddings.token_dropout is not None,
+    "mask_token_id": lambda config, attention: _mask_token(config),
+    "use_task_id": lambda config, attention: config.embeddings.task_type is not None,
+    "max_norm": lambda config, attention: None,  # of a table that is read, and not called
     # Of DeBERTa's modules
-    "relative_attention": lambda config, form: config.relative_attention,
-    "pos_att_type": lambda config, form: disentangled.terms(config),
-    "max_relative_positions": lambda config, form: disentangled.span_of(config),
-    "pos_ebd_size": lambda config, form: _rows(form) // 2,
-    "norm_rel_ebd": lambda config, form: [kind.strip() for kind in config.norm_rel_ebd.lower().split("|")],
-    "z_steps": lambda config, form: 0,
+    "relative_attention": lambda config, attention: config.relative_attention,
+    "pos_att_type": lambda config, attention: disentangled.terms(config),
+    "max_relative_positions": lambda config, attention: disentangled.span_of(config),
+    "pos_ebd_size": lambda config, attention: _rows(attention) // 2,
+    "norm_rel_ebd": lambda config, attention: [part.strip() for part in config.norm_rel_ebd.lower().split("|")],
+    "z_steps": lambda config, attention: 0,
     **{name: _of_field(name) for name in ("position_buckets", "share_att_key", "conv_act", "position_biased_input")},
     "act": _of_activation("act"),
     "approximate": _of_activation("approximate"),
 }
 
 
-def expected_of(module: nn.Module, config: EncoderConfig, form: AttentionSpec | None) -> dict[str, Any]:
-    """What the attributes of a module must be. `form`: of the layer that it is in; None: it is in none."""
-    if form is None:
-        form = next((spec.attention for spec in config.layer_specs), None)
-    if form is None:  # a model without layers
+def expected_of(module: nn.Module, config: EncoderConfig, attention: AttentionSpec | None) -> dict[str, Any]:
+    """What the attributes of a module must be. `attention`: of the layer that it is in; None: it is in none."""
+    if attention is None:
+        attention = next((spec.attention for spec in config.layer_specs), None)
+    if attention is None:  # a model without layers
         return {}
-    values = {name: value(config, form) for name, value in _TABLE.items() if name in module.__dict__}
+    values = {name: value(config, attention) for name, value in _TABLE.items() if name in module.__dict__}
     return {name: value for name, value in values.items() if value is not _ANYTHING}
 
 
 def attribute_unsupported(module: nn.Module, path: str, expected: dict[str, Any]) -> str | None:
     for name, value in expected.items():
-        found = module.__dict__.get(name)
-        if not _is_same(found, value):
-            return f"{f'{path}.' if path else ''}{name} is {found}; by its config it must be {value}"
+        actual = module.__dict__.get(name)
+        if not _is_same(actual, value):
+            return f"{f'{path}.' if path else ''}{name} is {actual}; by its config it must be {value}"
     return None
 
 
-def _is_same(found: Any, value: Any) -> bool:
-    if isinstance(found, float) and isinstance(value, float):
-        return math.isclose(found, value)  # transformers may have another order of the same operations
-    return bool(_plain(found) == _plain(value))
+def _is_same(actual: Any, value: Any) -> bool:
+    if isinstance(actual, float) and isinstance(value, float):
+        return math.isclose(actual, value)  # transformers may have another order of the same operations
+    return bool(_plain(actual) == _plain(value))
 
 
 def _plain(value: Any) -> Any:
@@ -118,13 +118,15 @@ _COUNTED = ("position_ids", "token_type_ids")
 SeenBuffers = dict[str, tuple[torch.Tensor, int]]  # by name: what was found right, and its version then
 
 
-def buffer_unsupported(root: nn.Module, config: EncoderConfig, given: dict, seen: SeenBuffers) -> str | None:
-    """Why what the embeddings hold in the place of ids that are not `given` is not what every token's place says."""
+def buffer_unsupported(root: nn.Module, config: EncoderConfig, call_args: dict, seen: SeenBuffers) -> str | None:
+    """Why what the embeddings hold in the place of ids that are not among `call_args` is not what a token's place
+    says.
+    """
     scope = config.scopes.embeddings
     buffers = {} if scope is None else in_use(get_leaf(root, scope))._buffers
     for name in _COUNTED[1:] if config.family.positions_from_ids else _COUNTED:
         buffer = buffers.get(name)
-        if buffer is None or given.get(name) is not None or buffer.is_meta:
+        if buffer is None or call_args.get(name) is not None or buffer.is_meta:
             continue
         version = -1 if buffer.is_inference() else buffer._version  # an inference tensor counts none
         known, when = seen.get(name, (None, -1))

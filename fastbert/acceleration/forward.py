@@ -16,7 +16,7 @@ from torch import nn
 from fastbert.acceleration.attributes import SeenBuffers, buffer_unsupported
 from fastbert.acceleration.instance import OnInstance, argument_names
 from fastbert.acceleration.plan import PackedPlan, live
-from fastbert.acceleration.tree import LiveTree, look_at
+from fastbert.acceleration.tree import LiveTree, take_snapshot
 from fastbert.acceleration.unsupported import (
     OPTIONS,
     TENSORS,
@@ -82,49 +82,49 @@ class Forward(OnInstance, RunsBaseModel):
     def admit(self, module: Any, args: tuple, kwargs: dict) -> tuple | None:
         """What `run` takes, or None where transformers' own forward must run. Raises InputError."""
         names = argument_names(type(module))
-        given = {**dict(zip(names, args)), **kwargs}  # noqa: B905  (transformers complains about too many)
-        if len(given) < len(args) + len(kwargs):
+        call_args = {**dict(zip(names, args)), **kwargs}  # noqa: B905  (transformers complains about too many)
+        if len(call_args) < len(args) + len(kwargs):
             return None
         older = "return_dict" in names  # the older kind of forward takes an option of None for not given
-        if isinstance(given.get("batch"), PackedBatch):
+        if isinstance(call_args.get("batch"), PackedBatch):
             raise InputError(
                 f"{self.plan.label} is transformers' model, which takes no PackedInputs: use fastbert's own class"
                 " (fastbert.AutoModelFor...), or give padded batches, which accelerate packs"
             )
-        absent = {name for name in OPTIONS if name not in given or (older and given[name] is None)}
-        options = {name: getattr(module.config, name) if name in absent else given[name] for name in OPTIONS}
-        found: Snapshot | str
+        absent = {name for name in OPTIONS if name not in call_args or (older and call_args[name] is None)}
+        options = {name: getattr(module.config, name) if name in absent else call_args[name] for name in OPTIONS}
+        snapshot: Snapshot | str
         told = self._told.__dict__
-        labels, given = told.pop("labels", None), {**told.pop("given", {}), **given}
+        labels, call_args = told.pop("labels", None), {**told.pop("given", {}), **call_args}
         told_unsupported = told.pop("unsupported", None)
         try:
             config, tables = live(module, self.plan)
             unsupported = told_unsupported or transform_unsupported()
             has_padding = None
             if unsupported is None:
-                has_padding = _padding_in(given.get("attention_mask"), given.get("input_ids"))
+                has_padding = _padding_in(call_args.get("attention_mask"), call_args.get("input_ids"))
             if has_padding is False:
-                given = {**given, "attention_mask": None}  # which all that follows looks at
-            unsupported = unsupported or call_unsupported(module, self.plan, tables, given, options)
-            unsupported = unsupported or buffer_unsupported(module, config, given, self._seen_buffers)
-            if unsupported is None and given.get("cu_seq_lens_q") is not None:
-                unsupported = flattened_unsupported(self.plan, given)
-            found = unsupported or look_at(module, self.plan, config)
+                call_args = {**call_args, "attention_mask": None}  # which all that follows looks at
+            unsupported = unsupported or call_unsupported(module, self.plan, tables, call_args, options)
+            unsupported = unsupported or buffer_unsupported(module, config, call_args, self._seen_buffers)
+            if unsupported is None and call_args.get("cu_seq_lens_q") is not None:
+                unsupported = flattened_unsupported(self.plan, call_args)
+            snapshot = unsupported or take_snapshot(module, self.plan, config)
         except KeyError as error:
-            found = f"there is no {error} where transformers had it"
+            snapshot = f"there is no {error} where transformers had it"
         except ConfigError as error:  # of a number of layers that the rest of the config does not go with
-            found = str(error)
-        if isinstance(found, str):
-            self.leave(found)
+            snapshot = str(error)
+        if isinstance(snapshot, str):
+            self.leave(snapshot)
             return None
         # Transformers' forward swallows what it does not take, as DistilBERT's what a BERT tokenizer made.
-        tensors = {name: given.get(name) if name in names else None for name in TENSORS}
+        tensors = {name: call_args.get(name) if name in names else None for name in TENSORS}
         if config.embeddings.token_type is None:
             tensors["token_type_ids"] = None
         if config.embeddings.task_type is None:
             tensors["task_type_ids"] = None
-        row, tree = flattened(module.config, given, options), LiveTree(module, found, self.calls)
-        wanted = self._wanted(module, found.config, options)
+        row, tree = flattened(module.config, call_args, options), LiveTree(module, snapshot, self.calls)
+        wanted = self._wanted(module, snapshot.config, options)
         if row is None and labels is None and not wanted.is_of_layers:
             # A mask that says nothing is None by now: what a family without token types takes of them is, too.
             has_padding = has_padding if tensors["attention_mask"] is not None else False
@@ -171,15 +171,15 @@ class Forward(OnInstance, RunsBaseModel):
         if done is None:
             assert inputs is not None
             done = run(tree, inputs, wanted), inputs.batch
-        made, batch = done
-        fields: dict[str, Any] = {"last_hidden_state": made.last_state(batch)}
+        encoded, batch = done
+        fields: dict[str, Any] = {"last_hidden_state": encoded.last_state(batch)}
         if family.pooler is not None:
-            pooled = made.pooled
+            pooled = encoded.pooled
             if pooled is None and _has_pooler(module, family):
-                pooled = _pool(module, family, first_tokens(made.packed, batch), tree.sharded)
+                pooled = _pool(module, family, first_tokens(encoded.packed, batch), tree.sharded)
             # Of a row of several sequences, transformers pools the first.
             fields["pooler_output"] = pooled[:1] if pooled is not None and batch.in_one_row else pooled
-        fields |= made.extras()
+        fields |= encoded.extras()
         if is_sharded(module):
             fields = {name: without_views(value) for name, value in fields.items()}
 
@@ -213,8 +213,8 @@ def _prepare(
 ) -> EncoderInputs:
     if row is not None:
         tensors = {name: None if t is None else t[0] for name, t in tensors.items()} | {"attention_mask": None}
-        given = ModelInputs(**tensors, cu_seqlens=row.cu_seqlens, max_seqlen=row.max_seqlen)
-        inputs = prepare_inputs(config, tables, given)
+        row_inputs = ModelInputs(**tensors, cu_seqlens=row.cu_seqlens, max_seqlen=row.max_seqlen)
+        inputs = prepare_inputs(config, tables, row_inputs)
         return replace(inputs, batch=replace(inputs.batch, in_one_row=True))
     if tensors["attention_mask"] is not None:
         tensors["attention_mask"] = tensors["attention_mask"] != 0  # every other value is "real" to transformers

@@ -44,15 +44,19 @@ class HeadForward(OnInstance):
         """Whether padding is to be left out of spans. Otherwise the base model is told of the labels of tokens: it
         looks at the mask anyway, and no device is waited for a second time.
         """
-        given = {**dict(zip(argument_names(type(module)), args)), **kwargs} if args else kwargs  # noqa: B905
-        mask, labels = given.get("attention_mask"), given.get("labels")
+        call_args = {**dict(zip(argument_names(type(module)), args)), **kwargs} if args else kwargs  # noqa: B905
+        mask, labels = call_args.get("attention_mask"), call_args.get("labels")
         has_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2
         if self.spans_over_real_tokens:
             return has_mask
         base = put_by_us(in_use(module._modules[self._base]))
         if isinstance(base, Forward):
             are_of_tokens = has_mask and isinstance(labels, torch.Tensor)
-            flattened = {name: given[name] for name in FLATTENED if name in given} if "cu_seq_lens_q" in given else {}
+            flattened = (
+                {name: call_args[name] for name in FLATTENED if name in call_args}
+                if "cu_seq_lens_q" in call_args
+                else {}
+            )
             base.expect(labels=labels if are_of_tokens else None, given=flattened)
         return False
 
@@ -92,16 +96,16 @@ def reads_masked_tokens(module: Any) -> bool:
     return module.query_expansion is not None and not module.query_expansion["attend"]
 
 
-def _spans(module: Any, given: dict) -> Any:
+def _spans(module: Any, call_args: dict) -> Any:
     """What the class's forward gives, with its softmax over real tokens only, as fastbert's own head has it.
 
     Logits at padding are the least number. Positions count as in transformers, and those at padding do not.
     """
-    positions = [given.pop(name, None) for name in _POSITIONS]
-    as_dict = given.pop("return_dict", None)
+    positions = [call_args.pop(name, None) for name in _POSITIONS]
+    as_dict = call_args.pop("return_dict", None)
     as_dict = module.config.return_dict if as_dict is None else as_dict
-    output = type(module).forward(module, **given, return_dict=True)
-    real = given["attention_mask"].to(output.start_logits.device) != 0
+    output = type(module).forward(module, **call_args, return_dict=True)
+    real = call_args["attention_mask"].to(output.start_logits.device) != 0
     losses = []
     for name, at in zip(("start_logits", "end_logits"), positions, strict=True):
         logits = output[name].masked_fill(~real, torch.finfo(output[name].dtype).min)

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastbert.layers.fingerprint import forget_all
+from fastbert.layers.guard import forget_all
 from fastbert.layers.leaves import FORWARD
 from fastbert.models.tree import PLACED
 
 
-def _signature_of(kind: Any) -> inspect.Signature:
-    signature = inspect.signature(kind.forward)
+def _signature_of(cls: Any) -> inspect.Signature:
+    signature = inspect.signature(cls.forward)
     return signature.replace(parameters=list(signature.parameters.values())[1:])  # without self
 
 
-def _argument_names(kind: Any) -> tuple[str, ...]:
-    return tuple(name for name in _signature(kind).parameters if name != "kwargs")
+def _argument_names(cls: Any) -> tuple[str, ...]:
+    return tuple(name for name in _signature(cls).parameters if name != "kwargs")
 
 
 # With their types written out: to mypy a class is not hashable, which lru_cache asks for.
@@ -38,13 +38,13 @@ class OnInstance:
 
     def __init__(self, module: nn.Module, *settings: Any):
         self._module, self._settings = weakref.ref(module), settings
-        self._kind = type(module).__name__
+        self._class_name = type(module).__name__
 
     @property
     def module(self) -> Any:
         module = self._module()
         if module is None:
-            raise ReferenceError(f"the accelerated {self._kind} is gone; only its forward was kept")
+            raise ReferenceError(f"the accelerated {self._class_name} is gone; only its forward was kept")
         return module
 
     @property
@@ -69,15 +69,15 @@ class OnInstance:
         return torch.jit.is_tracing() or is_exporting
 
 
-def _method_of_kind(kind: Any) -> Callable:
+def _method_of_class(cls: Any) -> Callable:
     def forward(module, *args, **kwargs):
         return module.__dict__[PLACED](*args, **kwargs)
 
-    forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
+    forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
     return forward
 
 
-_method_of: Callable[[Any], Callable] = lru_cache(maxsize=64)(_method_of_kind)
+_method_of: Callable[[Any], Callable] = lru_cache(maxsize=64)(_method_of_class)
 
 
 def put(module: nn.Module, forward: OnInstance) -> None:

@@ -31,15 +31,15 @@ def relation_of(module: nn.Module) -> str | None:
     """Base models that we know are "base", classes made from one "derived", transformers' other models "other"; None:
     of another library, fastbert's own among them, which may derive from transformers' PreTrainedModel.
     """
-    kinds = [(kind.__module__, kind.__name__) for kind in class_of(module).__mro__]
-    if any(home.startswith("fastbert.models.") for home, _ in kinds):
+    classes = [(cls.__module__, cls.__name__) for cls in class_of(module).__mro__]
+    if any(home.startswith("fastbert.models.") for home, _ in classes):
         return None
-    if not MODEL_TYPES.keys().isdisjoint(kinds):
-        return "base" if kinds[0] in MODEL_TYPES else "derived"
-    return "other" if ("transformers.modeling_utils", "PreTrainedModel") in kinds else None
+    if not MODEL_TYPES.keys().isdisjoint(classes):
+        return "base" if classes[0] in MODEL_TYPES else "derived"
+    return "other" if ("transformers.modeling_utils", "PreTrainedModel") in classes else None
 
 
-def _form_of(head: str, family: Family) -> Head | None:
+def _head_spec(head: str, family: Family) -> Head | None:
     return family.heads.get(head.removeprefix(f"{family.classes}For"))
 
 
@@ -49,20 +49,20 @@ def is_span_head(head: str) -> bool:
 
 def labels_tokens(head: str, family: Family) -> bool:
     """Whether a head of this class may have labels of tokens that its loss looks at in padding, too."""
-    form = _form_of(head, family)
-    if is_span_head(head) or isinstance(form, (ReplacedTokens, SentencePair)):
+    spec = _head_spec(head, family)
+    if is_span_head(head) or isinstance(spec, (ReplacedTokens, SentencePair)):
         return False
-    return not isinstance(form, ClassifierHead) or form.pooling == "tokens"
+    return not isinstance(spec, ClassifierHead) or spec.pooling == "tokens"
 
 
 def _read_by(head: str, family: Family, config: EncoderConfig, spans_over_real_tokens: bool) -> str:
     """What transformers' head of this class makes of last_hidden_state: see PackedPlan.reads."""
-    form = _form_of(head, family)
+    spec = _head_spec(head, family)
     if is_span_head(head):  # a softmax over all columns
         return "tokens" if spans_over_real_tokens else "padding"
-    if isinstance(form, (MaskedLM, ReplacedTokens)):
+    if isinstance(spec, (MaskedLM, ReplacedTokens)):
         return "tokens"
-    pooling = form.pooling_of(config) if isinstance(form, ClassifierHead) else "first"
+    pooling = spec.pooling_of(config) if isinstance(spec, ClassifierHead) else "first"
     return pooling if pooling in ("tokens", "last") else "first"
 
 
@@ -100,8 +100,8 @@ def live(module: Any, plan: PackedPlan) -> tuple[EncoderConfig, TableSizes]:
 
 def is_patched(module: nn.Module) -> bool:
     """Whether its class, or that class's forward, is not transformers' own."""
-    kind = class_of(module)
-    return not (kind.__module__.startswith("transformers.") and kind.forward.__module__.startswith("transformers."))
+    cls = class_of(module)
+    return not (cls.__module__.startswith("transformers.") and cls.forward.__module__.startswith("transformers."))
 
 
 def dropout_roles(config: EncoderConfig) -> dict[str, str | None]:
@@ -109,14 +109,14 @@ def dropout_roles(config: EncoderConfig) -> dict[str, str | None]:
     them; None: it is never called.
     """
     hf_class = config.family.hf_class
-    made: dict[str, str | None] = {}
+    roles: dict[str, str | None] = {}
     if hf_class.embedding_dropout is not None:
-        made[hf_class.embedding_dropout] = "embeddings" if hf_class.drops_embeddings else None
+        roles[hf_class.embedding_dropout] = "embeddings" if hf_class.drops_embeddings else None
     for i, spec in enumerate(dict.fromkeys(config.layer_specs)):
         if spec.after is not None:
-            made[f"{spec.after.path}.dropout"] = "after"
-        made |= {f"{key_of_spec(i)}.{path}": role for path, role in hf_class.dropouts.items()}
-    return made
+            roles[f"{spec.after.path}.dropout"] = "after"
+        roles |= {f"{key_of_spec(i)}.{path}": role for path, role in hf_class.dropouts.items()}
+    return roles
 
 
 def missing_leaf(root: nn.Module, config: EncoderConfig) -> str | None:
@@ -133,9 +133,9 @@ def missing_leaf(root: nn.Module, config: EncoderConfig) -> str | None:
 def _heads_unsupported(root: nn.Module, config: EncoderConfig) -> str | None:
     """Some families' modules have no number of heads: their projections tell it."""
     for layer, spec in zip(config.layer_paths, config.layer_specs, strict=True):
-        form, leaves = spec.attention, [get_leaf(root, f"{layer}.{path}") for path in spec.names.qkv]
+        attention, leaves = spec.attention, [get_leaf(root, f"{layer}.{path}") for path in spec.names.qkv]
         rows = [leaf.weight.shape[0] for leaf in leaves if type(leaf) is nn.Linear]
-        expected = (form.num_heads + 2 * form.num_kv_heads) * form.head_dim
+        expected = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
         if len(rows) == len(leaves) and sum(rows) != expected:
             return f"{layer}'s query, key and value have {sum(rows)} features; by its config it must be {expected}"
     return None
@@ -143,8 +143,8 @@ def _heads_unsupported(root: nn.Module, config: EncoderConfig) -> str | None:
 
 def make_plan(module: Any, label: str, heads: list[str], spans_over_real_tokens: bool = False) -> PackedPlan | str:
     """The plan for a base model of transformers, or the reason why there is none."""
-    kind = class_of(module)
-    model_type = MODEL_TYPES[kind.__module__, kind.__name__]
+    cls = class_of(module)
+    model_type = MODEL_TYPES[cls.__module__, cls.__name__]
     if module.config.model_type != model_type:
         return f"its config is of model_type {module.config.model_type!r}, not {model_type!r}"
     if not is_free(module) or is_patched(module):
@@ -161,8 +161,8 @@ def make_plan(module: Any, label: str, heads: list[str], spans_over_real_tokens:
             label, model_type, config, next(r for r in ("padding", "last", "first", "tokens") if r in reads)
         )
         now = live(module, plan)[0]
-        found = [("", "", module, module), *modules_of(module, family, now)]
-        if (unsupported := _learn(plan, found, now)) is not None:
+        modules = [("", "", module, module), *modules_of(module, family, now)]
+        if (unsupported := _learn(plan, modules, now)) is not None:
             return unsupported
         if (path := missing_leaf(module, now)) is not None:
             return f"there is no {path}, which its config asks for"
@@ -171,30 +171,30 @@ def make_plan(module: Any, label: str, heads: list[str], spans_over_real_tokens:
         return f"it is not what fastbert can run: {error}"
 
 
-def _learn(plan: PackedPlan, found: list[tuple], config: EncoderConfig) -> str | None:
+def _learn(plan: PackedPlan, modules: list[tuple], config: EncoderConfig) -> str | None:
     """Note the modules that our path does not call; or why they are not what the config asks for."""
     from transformers.activations import ACT2FN
 
     activation, dropouts = type(ACT2FN[config.hidden_act]), dropout_roles(config)
     specs: Mapping[str, Any] = {key_of_spec(i): spec for i, spec in enumerate(dict.fromkeys(config.layer_specs))}
-    for key, path, child, _ in found:
+    for key, path, child, _ in modules:
         if key is None:
             continue
         child = in_use(child)
-        kind, spec = class_of(child), specs.get(key.partition(".")[0])
-        if kind.__module__ in ("transformers.activations", "torch.nn.modules.activation"):
-            is_right = kind is (nn.Tanh if path.startswith("pooler") else activation)
-        elif kind is nn.Identity:  # in the place of a dropout of 0, and of a norm that the first layer does not have
+        cls, spec = class_of(child), specs.get(key.partition(".")[0])
+        if cls.__module__ in ("transformers.activations", "torch.nn.modules.activation"):
+            is_right = cls is (nn.Tanh if path.startswith("pooler") else activation)
+        elif cls is nn.Identity:  # in the place of a dropout of 0, and of a norm that the first layer does not have
             is_right = key in dropouts or (spec is not None and key.endswith(f".{spec.names.attention_norm}"))
-        elif kind is nn.Dropout:
+        elif cls is nn.Dropout:
             is_right = key in dropouts
         else:
-            is_right = kind is nn.ModuleList or not is_patched(child)
+            is_right = cls is nn.ModuleList or not is_patched(child)
         if not is_right:
-            return f"{path} is a {kind.__module__}.{kind.__name__}, which its config does not ask for"
+            return f"{path} is a {cls.__module__}.{cls.__name__}, which its config does not ask for"
         expected = expected_of(child, plan.config, None if spec is None else spec.attention)
         if (unsupported := attribute_unsupported(child, path, expected)) is not None:
             return unsupported
-        plan.classes[key] = kind
+        plan.classes[key] = cls
         plan.attributes[key] = plan.attributes.get(key, {}) | expected
     return None

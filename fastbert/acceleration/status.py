@@ -81,10 +81,10 @@ def status(model: Any) -> Status:
     root = model.model if isinstance(model, HasModel) else model
     if not isinstance(root, nn.Module):
         raise TypeError(f"status takes a module or a SentenceEncoder, not {type(model).__name__}")
-    return Status(tuple(_found(root)))
+    return Status(tuple(_statuses_of(root)))
 
 
-def _found(root: nn.Module) -> Iterator[BaseModelStatus]:
+def _statuses_of(root: nn.Module) -> Iterator[BaseModelStatus]:
     for path, module in root.named_modules():
         name = f"{path} ({type(module).__name__})" if path else type(module).__name__
         runner, is_own = runner_of(module), isinstance(module, RunsBaseModel)

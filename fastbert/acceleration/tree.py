@@ -19,7 +19,7 @@ from fastbert.families.schema import Scopes
 from fastbert.layer_spec import LayerSpec
 from fastbert.layers.context import LayerContext
 from fastbert.layers.encoder import run_layer
-from fastbert.layers.fingerprint import ModuleFingerprint
+from fastbert.layers.guard import ModuleGuard
 from fastbert.layers.leaves import FORWARD, FORWARD_HOOKS, HOOKS, get_leaf, has_global_hooks, home_of, in_use, parent_of
 from fastbert.layers.sharded import HOOKS_FROM, call_sharded, class_of, is_sharded
 from fastbert.models.tree import groups_unsupported, modules_of
@@ -27,24 +27,24 @@ from fastbert.ops import with_same_seeds
 
 
 class LiveTree(Tree):
-    """Of transformers' own model, in which `look_at` has found nothing that our path would not do."""
+    """Of transformers' own model, in which `take_snapshot` has found nothing that our path would not do."""
 
     is_ours = False
 
-    def __init__(self, root: nn.Module, found: Snapshot, calls: Calls):
-        self.root, self.config, self.calls, self._found = root, found.config, calls, found
+    def __init__(self, root: nn.Module, snapshot: Snapshot, calls: Calls):
+        self.root, self.config, self.calls, self._snapshot = root, snapshot.config, calls, snapshot
 
     @property
     def running_config(self) -> EncoderConfig:
-        return self._found.config
+        return self._snapshot.config
 
     @property
     def sharded(self) -> frozenset[str]:
         """The paths of modules under FSDP2, which are called."""
-        return self._found.sharded
+        return self._snapshot.sharded
 
     def snapshot(self) -> Snapshot:
-        return self._found
+        return self._snapshot
 
     def scopes(self, config: EncoderConfig) -> Scopes:
         theirs, sharded = config.scopes, self.sharded
@@ -77,42 +77,42 @@ def _is_checkpointed(layer: nn.Module) -> Any:
     return layer.training and in_use(layer).__dict__.get("gradient_checkpointing")
 
 
-def look_at(root: nn.Module, plan: PackedPlan, config: EncoderConfig) -> Snapshot | str:
+def take_snapshot(root: nn.Module, plan: PackedPlan, config: EncoderConfig) -> Snapshot | str:
     """What is there now, or why our path would not do what calling every module of the tree does."""
     if has_global_hooks():
         return "global module hooks are registered"
     leaf_hooks = HOOKS if torch.is_grad_enabled() else FORWARD_HOOKS
-    if (found := snapshots.get(root, (plan, config, leaf_hooks))) is not None:
-        return found
-    fingerprint = ModuleFingerprint(root)  # of all that is read below
-    if unsupported := groups_unsupported(root, config) or _count_unsupported(root, config, fingerprint):
+    if (known := snapshots.get(root, (plan, config, leaf_hooks))) is not None:
+        return known
+    guard = ModuleGuard(root)  # of all that is read below
+    if unsupported := groups_unsupported(root, config) or _count_unsupported(root, config, guard):
         return unsupported
     if (path := missing_leaf(root, config)) is not None:
         return f"there is no {path} any more"
     roles = dropout_roles(config)
     dropouts: dict[tuple[str, str], float] = {}  # by the path of a layer, "" for the embeddings, and the role there
     sharded: list[str] = []
-    fingerprint.watch_children(root)
-    fingerprint.hold(root.__dict__, "training", *plan.attributes[""])
+    guard.watch_children(root)
+    guard.hold(root.__dict__, "training", *plan.attributes[""])
     if unsupported := attribute_unsupported(root, "", plan.attributes[""]):
         return unsupported
     for key, path, module, owner in modules_of(root, plan.family, config):
-        used = fingerprint.watch_in_use(module)
+        used = guard.watch_in_use(module)
         held = (module,) if used is module else (module, used)
         if key is None:
-            if unsupported := _leaf_unsupported(held, path, leaf_hooks, fingerprint):
+            if unsupported := _leaf_unsupported(held, path, leaf_hooks, guard):
                 return unsupported
             continue
-        if unsupported := _passed_by_unsupported(held, path, plan.classes.get(key), fingerprint):
+        if unsupported := _passed_by_unsupported(held, path, plan.classes.get(key), guard):
             return unsupported
         if is_sharded(module):
             sharded.append(path)
         module = used
-        fingerprint.hold(module.__dict__, *plan.attributes[key])
+        guard.hold(module.__dict__, *plan.attributes[key])
         if unsupported := attribute_unsupported(module, path, plan.attributes[key]):
             return unsupported
         for name, p, role in _dropouts_in(module, key, roles):
-            fingerprint.hold(module.__dict__, name)
+            guard.hold(module.__dict__, name)
             if role is None:  # no forward calls it
                 continue
             where = path if name == "p" else f"{path}.{name}"
@@ -127,39 +127,39 @@ def look_at(root: nn.Module, plan: PackedPlan, config: EncoderConfig) -> Snapsho
     if beyond := [path for path in sharded if path not in callable_ones.union(config.layer_paths)]:
         return f"{beyond[0]} is sharded by itself; fully_shard the layers, the embeddings or the whole model instead"
     snapshot = Snapshot(config.with_dropouts(dropouts), None, frozenset(sharded))
-    snapshots.put(root, (plan, config, leaf_hooks), fingerprint, snapshot)
+    snapshots.put(root, (plan, config, leaf_hooks), guard, snapshot)
     return snapshot
 
 
 def _leaf_unsupported(
-    held: tuple[nn.Module, ...], path: str, leaf_hooks: tuple[str, ...], fingerprint: ModuleFingerprint
+    held: tuple[nn.Module, ...], path: str, leaf_hooks: tuple[str, ...], guard: ModuleGuard
 ) -> str | None:
     """Why a leaf cannot be called with packed tensors. held: the leaf, and the copy of PEFT's that it calls."""
     for each in held:
-        fingerprint.watch(each, leaf_hooks)
+        guard.watch(each, leaf_hooks)
     hooks = [home_of(hook) for each in held for name in leaf_hooks for hook in getattr(each, name).values()]
     if any(home.startswith("peft.") for home in hooks):
         return "PEFT's adapter_names and alora_offsets choose by the row of a batch"
     if any(home.startswith("captum.") for home in hooks):
         return f"Captum attributes to what {path} gives for each row and column, padding included"
     if isinstance(table := held[-1], nn.Embedding):
-        fingerprint.hold(table.__dict__, "scale_grad_by_freq")
+        guard.hold(table.__dict__, "scale_grad_by_freq")
         if table.scale_grad_by_freq:
             return f"{path} has scale_grad_by_freq=True: its gradient depends on how often padding is looked up"
     return None
 
 
 def _passed_by_unsupported(
-    held: tuple[nn.Module, ...], path: str, kind: type[nn.Module] | None, fingerprint: ModuleFingerprint
+    held: tuple[nn.Module, ...], path: str, expected: type[nn.Module] | None, guard: ModuleGuard
 ) -> str | None:
     """Why a module that packed execution does not call would do more than it takes it to do. held: the module, and the
-    copy of PEFT's that it calls; kind: the class that it had when the model was accelerated.
+    copy of PEFT's that it calls; expected: the class that it had when the model was accelerated.
     """
     for each in held:
-        fingerprint.watch(each, ())
-        fingerprint.watch_children(each)
-        fingerprint.hold(each.__dict__, "training", *HOOKS)  # not none of them: transformers' recorder may stay
-    if class_of(held[-1]) is not kind:
+        guard.watch(each, ())
+        guard.watch_children(each)
+        guard.hold(each.__dict__, "training", *HOOKS)  # not none of them: transformers' recorder may stay
+    if class_of(held[-1]) is not expected:
         return f"{path} is a {type(held[-1]).__name__}, which was not there when the model was accelerated"
     for each in held:
         if FORWARD in each.__dict__:
@@ -188,10 +188,10 @@ def _layer_of(key: str, path: str) -> str:
     return path.removesuffix(inside).removesuffix(".") if inside else path
 
 
-def _count_unsupported(root: Any, config: EncoderConfig, fingerprint: ModuleFingerprint) -> str | None:
+def _count_unsupported(root: Any, config: EncoderConfig, guard: ModuleGuard) -> str | None:
     if not config.family.hf_class.counts_layers:
         return None
-    fingerprint.hold(vars(root.config), "num_hidden_layers")
+    guard.hold(vars(root.config), "num_hidden_layers")
     count = root.config.num_hidden_layers
     if count >= (before := config.num_hidden_layers):
         return None

@@ -28,15 +28,15 @@ class Flattened(NamedTuple):
     max_seqlen: int | None
 
 
-def call_unsupported(module: Any, plan: PackedPlan, tables: TableSizes, given: dict, options: dict) -> str | None:
+def call_unsupported(module: Any, plan: PackedPlan, tables: TableSizes, call_args: dict, options: dict) -> str | None:
     """Why this call must be transformers' own; what is wrong with an input is left to prepare_inputs to say."""
-    arguments = _ARGUMENTS if given.get("cu_seq_lens_q") is None else _ARGUMENTS.union(FLATTENED)
-    for name, value in given.items():
+    arguments = _ARGUMENTS if call_args.get("cu_seq_lens_q") is None else _ARGUMENTS.union(FLATTENED)
+    for name, value in call_args.items():
         if name not in arguments and value is not None and value is not False:
             return f"the argument {name} is not one that fastbert reads"
     if (unsupported := _config_unsupported(module.config, plan, options)) is not None:
         return unsupported
-    tensors = {name: given[name] for name in TENSORS if given.get(name) is not None}
+    tensors = {name: call_args[name] for name in TENSORS if call_args.get(name) is not None}
     for name, t in tensors.items():
         if type(t) not in (torch.Tensor, nn.Parameter) or t.device.type == "meta":
             return f"{name} is a {type(t).__name__} on {t.device}; fastbert packs plain tensors that hold values"
@@ -87,43 +87,47 @@ def _config_unsupported(config: Any, plan: PackedPlan, options: dict) -> str | N
     return None
 
 
-def flattened_unsupported(plan: PackedPlan, given: dict) -> str | None:
+def flattened_unsupported(plan: PackedPlan, call_args: dict) -> str | None:
     """Why a call with `cu_seq_lens_q` must be transformers' own."""
-    rows = next((given[n].shape[0] for n in ("input_ids", "inputs_embeds") if given.get(n) is not None), 1)
-    mask, keys = given.get("attention_mask"), given.get("cu_seq_lens_k")
+    rows = next((call_args[n].shape[0] for n in ("input_ids", "inputs_embeds") if call_args.get(n) is not None), 1)
+    mask, keys = call_args.get("attention_mask"), call_args.get("cu_seq_lens_k")
     if rows != 1:
         return f"cu_seq_lens_q stands for one row that holds all sequences; there are {rows} rows"
     if mask is not None and not mask.all():
         return "with an attention_mask that has padding, transformers does not read cu_seq_lens_q"
-    if keys is not None and keys is not given["cu_seq_lens_q"] and not torch.equal(keys, given["cu_seq_lens_q"]):
+    if (
+        keys is not None
+        and keys is not call_args["cu_seq_lens_q"]
+        and not torch.equal(keys, call_args["cu_seq_lens_q"])
+    ):
         return "cu_seq_lens_k is not cu_seq_lens_q"
-    if given.get("position_ids") is None and plan.config.embeddings.position is not None:
+    if call_args.get("position_ids") is None and plan.config.embeddings.position is not None:
         return "cu_seq_lens_q without position_ids: transformers counts positions through all sequences"
     return None
 
 
-def flattened(config: Any, given: dict, options: dict) -> Flattened | None:
+def flattened(config: Any, call_args: dict, options: dict) -> Flattened | None:
     """How a call says that its row holds several sequences, none of which sees another; None where it does not.
 
     By cu_seq_lens_q. By position_ids that start again only where transformers goes by them: its flash attention does,
     the others let all tokens of a row see each other.
     """
-    cu_seqlens, positions = given.get("cu_seq_lens_q"), given.get("position_ids")
+    cu_seqlens, positions = call_args.get("cu_seq_lens_q"), call_args.get("position_ids")
     if cu_seqlens is None and positions is not None:
         attention = vars(config).get("_attn_implementation_internal")
-        cu_seqlens = _restarts(positions, given) if str(attention).startswith("flash") else None
+        cu_seqlens = _restarts(positions, call_args) if str(attention).startswith("flash") else None
     if cu_seqlens is None:
         return None
-    longest = given.get("max_length_q")
+    longest = call_args.get("max_length_q")
     if options["output_attentions"]:
         raise InputError("output_attentions is not for a row of several sequences (cu_seq_lens_q)")
     return Flattened(cu_seqlens, None if longest is None else int(longest))
 
 
-def _restarts(positions: torch.Tensor, given: dict) -> torch.Tensor | None:
+def _restarts(positions: torch.Tensor, call_args: dict) -> torch.Tensor | None:
     """Offsets of the sequences in one row by its positions, as transformers finds them; None where it holds one."""
-    mask, row = given.get("attention_mask"), positions.reshape(-1)
-    words = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+    mask, row = call_args.get("attention_mask"), positions.reshape(-1)
+    words = call_args.get("input_ids") if call_args.get("inputs_embeds") is None else call_args["inputs_embeds"]
     if words is None or words.shape[0] != 1 or len(row) != words.shape[1] or (mask is not None and not mask.all()):
         return None
     first = row.min()

@@ -138,8 +138,8 @@ def to_table(rows: Sequence[dict[str, Any]], machine: dict[str, Any], dtype: str
         speed = row["texts_per_second"]
         cells += [f"{row['tokens_per_second']:,.0f}", f"{speed:,.1f}", f"{speed / rows[0]['texts_per_second']:.2f}x"]
         if has_quality:
-            found = row.get("quality")
-            cells.append(f"{100 * found['value']:.2f} ({found['measure']})" if found else "-")
+            quality = row.get("quality")
+            cells.append(f"{100 * quality['value']:.2f} ({quality['measure']})" if quality else "-")
         lines.append("| " + " | ".join(cells) + " |")
     for row in rows:
         if row["texts_cut"]:
@@ -180,10 +180,10 @@ def write_chart(path: Path, rows: Sequence[dict[str, Any]], machine: dict[str, A
         else:
             axes.set_xlim(0, 1.5 * max(speeds))
         for row in judged:
-            place = row["texts_per_second"], 100 * row["quality"]["value"]
-            axes.scatter(*place, s=60, color="#0072b2", zorder=2)
+            point = row["texts_per_second"], 100 * row["quality"]["value"]
+            axes.scatter(*point, s=60, color="#0072b2", zorder=2)
             label = f"{Path(row['name']).name}\n{sizes[row['name']]}"
-            axes.annotate(label, place, (8, 4), textcoords="offset points", fontsize=9)
+            axes.annotate(label, point, (8, 4), textcoords="offset points", fontsize=9)
     else:
         speeds = [row["texts_per_second"] for row in ordered]
         bars = axes.barh([Path(row["name"]).name for row in ordered], speeds, color="#0072b2", height=0.7, zorder=2)

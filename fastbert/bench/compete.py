@@ -208,11 +208,11 @@ class Run:
         ceiling = ceiling_of(rounds) if CEILING not in failures else None
         if CEILING in failures:
             self.say(f"warning: the best {precision} matrix product was not measured: {failures[CEILING]}")
-        for name, given in answers.items():
+        for name, replies in answers.items():
             results[name] |= (
                 {"failed": failures[name]}
                 if name in failures
-                else result_of(self.settings.model, workload, ceiling, given)
+                else result_of(self.settings.model, workload, ceiling, replies)
             )
         return {"dtype": precision, "workload": workload.id, "ceiling_gflops": ceiling, "results": results}
 
@@ -288,5 +288,5 @@ def _take_over(report: dict[str, Any], path: Path) -> None:
 
 def _short(name: str, result: dict[str, Any]) -> str:
     rate = result.get("tokens_per_second")
-    reason = next((f"{kind} ({result[kind]})" for kind in ("skipped", "failed") if kind in result), "")
+    reason = next((f"{status} ({result[status]})" for status in ("skipped", "failed") if status in result), "")
     return f"{name} {rate:,.0f}" if rate is not None else f"{name} {reason}"

@@ -77,12 +77,12 @@ def _transformers(attention: str, compiled: bool = False) -> Contestant:
     return Contestant(FLOATS, partial(load_transformers, attention, compiled), ("transformers",))
 
 
-def _openvino(kind: str, precisions: tuple[str, ...]) -> Contestant:
+def _openvino(variant: str, precisions: tuple[str, ...]) -> Contestant:
     return Contestant(
         precisions,
-        partial(load_openvino, kind),
-        ("openvino", "transformers", *(("nncf",) if kind != "float" else ())),
-        partial(prepare_openvino, kind),
+        partial(load_openvino, variant),
+        ("openvino", "transformers", *(("nncf",) if variant != "float" else ())),
+        partial(prepare_openvino, variant),
     )
 
 

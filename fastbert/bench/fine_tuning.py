@@ -25,12 +25,12 @@ BATCHES = 8  # different ones, in turn
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def make_batches(kind: str) -> list[Batch]:
-    """[(input_ids, attention_mask, labels)], padded on the right to each batch's longest. kind: a number of sentences,
+def make_batches(spec: str) -> list[Batch]:
+    """[(input_ids, attention_mask, labels)], padded on the right to each batch's longest. spec: a number of sentences,
     or "4x512" for so many of one length, of which there is one batch.
     """
     generator = torch.Generator().manual_seed(1)
-    batch_size, length = (int(part or 0) for part in kind.partition("x")[::2])
+    batch_size, length = (int(part or 0) for part in spec.partition("x")[::2])
     batches = []
     for _ in range(1 if length else BATCHES):
         normal = torch.randn(batch_size, generator=generator) * SPREAD + math.log(MEAN_LENGTH) - SPREAD**2 / 2

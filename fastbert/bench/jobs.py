@@ -45,8 +45,8 @@ def load_peer(checkpoint: Path, dtype: torch.dtype, attention: str) -> Any:
     """
     from transformers import AutoConfig, AutoModel
 
-    kind: Any = AutoModel._model_mapping[type(AutoConfig.from_pretrained(checkpoint))]
-    attention = attention if kind._supports_sdpa else "eager"
+    model_class: Any = AutoModel._model_mapping[type(AutoConfig.from_pretrained(checkpoint))]
+    attention = attention if model_class._supports_sdpa else "eager"
     model = AutoModel.from_pretrained(checkpoint, dtype=dtype, attn_implementation=attention).eval()
     if getattr(model, "pooler", None) is not None:
         model.pooler = None

@@ -125,18 +125,18 @@ def where(machine: dict[str, Any]) -> str:
 def reasons(rows: list[dict[str, Any]]) -> list[str]:
     """Why whatever is missing is missing, each reason once, as lines below a table."""
     missing = dict.fromkeys(
-        f"- {row['dtype']} {name} {kind}: {result[kind]}"
+        f"- {row['dtype']} {name} {status}: {result[status]}"
         for row in rows
         for name, result in row["results"].items()
-        for kind in MISSING
-        if kind in result
+        for status in MISSING
+        if status in result
     )
     return ["", *missing] if missing else []
 
 
 def why_missing(result: dict[str, Any]) -> str:
     """What a cell without a time says; empty where there is nothing at all."""
-    return next((kind for kind in MISSING if kind in result), "")
+    return next((status for status in MISSING if status in result), "")
 
 
 def _cell(row: dict[str, Any], name: str) -> str:

@@ -60,8 +60,8 @@ def _given_set(job: BenchJob, texts: list[list[int]]) -> list[dict[str, Any]]:
     return batches
 
 
-def _path(job: BenchJob, kind: str, suffix: str) -> Path:
-    return job.prepared / f"{kind}-{'masked' if job.masked else 'unmasked'}{suffix}"
+def _path(job: BenchJob, variant: str, suffix: str) -> Path:
+    return job.prepared / f"{variant}-{'masked' if job.masked else 'unmasked'}{suffix}"
 
 
 def _feed(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> dict[str, Any]:
@@ -160,16 +160,16 @@ def load_onnxruntime(job: BenchJob, input_ids: torch.Tensor, attention_mask: tor
 # OpenVINO
 
 
-def prepare_openvino(kind: str, job: BenchJob) -> dict[str, Any]:
+def prepare_openvino(variant: str, job: BenchJob) -> dict[str, Any]:
     """Convert from PyTorch, and quantise with NNCF as its documentation says for its two kinds of int8.
 
-    kind "float": nothing more. "weights": nncf.compress_weights in INT8_SYM, the mode made for activations that are
+    variant "float": nothing more. "weights": nncf.compress_weights in INT8_SYM, the mode made for activations that are
     quantised as they come. "calibrated": nncf.quantize for transformers, static scales of activations from a
     calibration set.
     """
     import openvino
 
-    plain, target = _path(job, "openvino-float", ".xml"), _path(job, f"openvino-{kind}", ".xml")
+    plain, target = _path(job, "openvino-float", ".xml"), _path(job, f"openvino-{variant}", ".xml")
     if not plain.exists():
         with torch.inference_mode():
             converted = openvino.convert_model(_LastHiddenState(job, "sdpa"), example_input=_example(job))
@@ -179,7 +179,7 @@ def prepare_openvino(kind: str, job: BenchJob) -> dict[str, Any]:
     import nncf
 
     model = openvino.Core().read_model(plain)
-    if kind == "weights":
+    if variant == "weights":
         model = nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_SYM)
     else:
         batches = _calibration_set(job)
@@ -194,7 +194,7 @@ def prepare_openvino(kind: str, job: BenchJob) -> dict[str, Any]:
     return {}
 
 
-def openvino_request(kind: str, job: BenchJob, shape: tuple[int, int] | None) -> Any:
+def openvino_request(variant: str, job: BenchJob, shape: tuple[int, int] | None) -> Any:
     """An InferRequest of what was prepared, for inputs of one (batch, length), or of any with None.
 
     For one shape where it is known, since its documentation advises against free dimensions then. A single short text
@@ -205,7 +205,7 @@ def openvino_request(kind: str, job: BenchJob, shape: tuple[int, int] | None) ->
     settings: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": job.threads}
     if job.precision != "int8":  # what int8 leaves over runs in what OpenVINO itself takes for fastest
         settings["INFERENCE_PRECISION_HINT"] = {"float32": "f32", "bfloat16": "bf16"}[job.precision]
-    if kind == "weights":
+    if variant == "weights":
         # Larger groups are faster and less precise. Of 32 (the default), 64, 128, 192, 256, 384 and 768 this is fastest
         # with MiniLM, by 12 to 15 % over the default, and with BERT-base it has 25 % over it.
         settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 128
@@ -214,13 +214,13 @@ def openvino_request(kind: str, job: BenchJob, shape: tuple[int, int] | None) ->
         # with a text of 64 tokens (MiniLM, bfloat16), and 8.3 without.
         settings["ENABLE_CPU_PINNING"] = False
     core = openvino.Core()
-    model = core.read_model(_path(job, f"openvino-{kind}", ".xml"))
+    model = core.read_model(_path(job, f"openvino-{variant}", ".xml"))
     if shape is not None:
         model.reshape({name: list(shape) for name in ("input_ids", *(("attention_mask",) if job.masked else ()))})
     return core.compile_model(model, "CPU", settings).create_infer_request()
 
 
-def load_openvino(kind: str, job: BenchJob, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Call:
+def load_openvino(variant: str, job: BenchJob, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Call:
     batch_size, length = input_ids.shape
-    request, feed = openvino_request(kind, job, (batch_size, length)), _feed(input_ids, attention_mask)
+    request, feed = openvino_request(variant, job, (batch_size, length)), _feed(input_ids, attention_mask)
     return lambda: torch.from_numpy(request.infer(feed, share_inputs=True, share_outputs=True)[0])

@@ -130,10 +130,10 @@ def work(task: dict[str, Any], answer: Answer) -> None:
     return contest(name, job, workload, reference, answer)
 
 
-def report_in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def report_in_one_line(error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """The last line on stderr is what the table says of a contestant that failed."""
-    traceback.print_exception(kind, error, trace)
-    sys.stderr.write(f"{kind.__name__}: {' '.join(str(error).split())[:300]}\n")
+    traceback.print_exception(error_type, error, trace)
+    sys.stderr.write(f"{error_type.__name__}: {' '.join(str(error).split())[:300]}\n")
 
 
 def serve(work: Callable[[dict[str, Any], Answer], None]) -> None:

@@ -54,7 +54,7 @@ class BlockPlan:
         return [block for block in self.blocks if block.name not in self.finished]
 
 
-def open_place(place: str) -> tuple[FileSystem, str]:
+def open_location(location: str) -> tuple[FileSystem, str]:
     """(file system, path in it) of a folder, a file, or a URL: pyarrow's own kinds, and those of fsspec.
 
     Raises InputError for a URL that neither knows.
@@ -62,17 +62,17 @@ def open_place(place: str) -> tuple[FileSystem, str]:
     import pyarrow as pa
     from pyarrow.fs import FileSystem, FSSpecHandler, LocalFileSystem, PyFileSystem
 
-    if "://" not in place:
-        return LocalFileSystem(), absolute(place)
+    if "://" not in location:
+        return LocalFileSystem(), absolute(location)
     try:
-        return FileSystem.from_uri(place)
+        return FileSystem.from_uri(location)
     except pa.ArrowInvalid as refused:
         try:
             import fsspec
 
-            system, path = fsspec.core.url_to_fs(place)
+            system, path = fsspec.core.url_to_fs(location)
         except (ImportError, ValueError) as error:
-            raise InputError(f"{place}: {str(refused).splitlines()[0]}; {error}") from None
+            raise InputError(f"{location}: {str(refused).splitlines()[0]}; {error}") from None
         return PyFileSystem(FSSpecHandler(system)), path
 
 
@@ -85,7 +85,7 @@ def make_plan(source: str, output: str, column: str, identity: dict[str, Any], w
 
     files = _count_rows(source, column)
     identity = {**identity, "column": column, "files": [[path, rows, size] for path, rows, size in files]}
-    system, folder = open_place(output)
+    system, folder = open_location(output)
     if (info := system.get_file_info(folder)).type == FileType.File:
         raise InputError(f"{output} is a file; a folder is needed, for a file a block")
     there = [] if info.type == FileType.NotFound else system.get_file_info(FileSelector(folder))
@@ -124,16 +124,16 @@ def list_files(source: str) -> tuple[FileSystem, list[Any]]:
     """The parquet files of a folder, or one by itself, by name. Raises InputError if there are none."""
     from pyarrow.fs import FileSelector, FileType
 
-    system, path = open_place(source)
+    system, path = open_location(source)
     info = system.get_file_info(path)
     if info.type == FileType.NotFound:
         raise InputError(f"{source} does not exist")
-    found = [info] if info.type == FileType.File else system.get_file_info(FileSelector(path, recursive=True))
-    found = [entry for entry in found if entry.type == FileType.File and entry.extension == "parquet"]
-    found = [entry for entry in found if not entry.base_name.startswith(("_", "."))]
-    if not found:
+    entries = [info] if info.type == FileType.File else system.get_file_info(FileSelector(path, recursive=True))
+    entries = [entry for entry in entries if entry.type == FileType.File and entry.extension == "parquet"]
+    entries = [entry for entry in entries if not entry.base_name.startswith(("_", "."))]
+    if not entries:
         raise InputError(f"{source} has no .parquet file")
-    return system, sorted(found, key=lambda entry: entry.path)
+    return system, sorted(entries, key=lambda entry: entry.path)
 
 
 def column_names(source: str) -> list[str]:
@@ -154,7 +154,7 @@ def _count_rows(source: str, column: str) -> list[tuple[str, int, int]]:
     import pyarrow as pa
     from pyarrow import parquet
 
-    system, found = list_files(source)
+    system, entries = list_files(source)
 
     def rows(entry: Any) -> int:
         try:
@@ -166,10 +166,10 @@ def _count_rows(source: str, column: str) -> list[tuple[str, int, int]]:
             raise InputError(f"{entry.path}: {str(error).splitlines()[0]}") from None
 
     with ThreadPoolExecutor(READERS) as pool:
-        counts = list(pool.map(rows, found))
+        counts = list(pool.map(rows, entries))
     if not sum(counts):
         raise InputError(f"{source} holds no texts")
-    return [(entry.path, count, entry.size) for entry, count in zip(found, counts, strict=True)]
+    return [(entry.path, count, entry.size) for entry, count in zip(entries, counts, strict=True)]
 
 
 def check_column(schema: pa.Schema, column: str, where: str) -> None:
@@ -178,10 +178,10 @@ def check_column(schema: pa.Schema, column: str, where: str) -> None:
 
     if column not in schema.names:
         raise InputError(f"{where} has no column {column!r}; it has: {', '.join(schema.names)}")
-    kind = schema.field(column).type
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        raise InputError(f"{where}: column {column!r} holds {kind}, not texts")
+    dtype = schema.field(column).type
+    dtype = dtype.value_type if pa.types.is_dictionary(dtype) else dtype
+    if not (pa.types.is_string(dtype) or pa.types.is_large_string(dtype)):
+        raise InputError(f"{where}: column {column!r} holds {dtype}, not texts")
 
 
 def _cut(files: list[tuple[str, int, int]], block_texts: int) -> list[Block]:
@@ -233,6 +233,6 @@ def write_whole(system: FileSystem, path: str, content: Any) -> None:
             stream.write(content)
 
 
-def absolute(place: str) -> str:
+def absolute(location: str) -> str:
     """A URL, a name, or the whole path of what is there or will be: a worker's current folder is another."""
-    return place if "://" in place else str(Path(place).absolute())
+    return location if "://" in location else str(Path(location).absolute())

@@ -145,9 +145,9 @@ def ray_encode(
         prompt_name=prompt_name,
         threads=pool.threads,
     )
-    given = {"settings": settings}
+    kwargs = {"settings": settings}
     whole: dict[str, Any] = {"batch_size": None, "batch_format": "pyarrow"}  # a block at a time
-    return dataset.map_batches(Worker, fn_constructor_kwargs=given, **whole, **_options(ray, pool))
+    return dataset.map_batches(Worker, fn_constructor_kwargs=kwargs, **whole, **_options(ray, pool))
 
 
 def encode_files(
@@ -181,8 +181,8 @@ def encode_files(
     ray.data.DataContext.get_current().enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)  # the caller says what there is to say
     blocks = ray.data.from_items([asdict(block) for block in left], override_num_blocks=len(left))
-    given = {"settings": chosen, "source": absolute(source), "output": absolute(output)}
-    for done in blocks.map(BlockWorker, fn_constructor_kwargs=given, **_options(ray, pool)).iter_rows():
+    kwargs = {"settings": chosen, "source": absolute(source), "output": absolute(output)}
+    for done in blocks.map(BlockWorker, fn_constructor_kwargs=kwargs, **_options(ray, pool)).iter_rows():
         if done["error"]:
             raise InputError(done["error"])
         on_block(done)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastbert.bulk.blocks import CHUNK_TEXTS, check_column, open_place, read_rows, write_whole
+from fastbert.bulk.blocks import CHUNK_TEXTS, check_column, open_location, read_rows, write_whole
 from fastbert.errors import InputError
 
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ class BlockWorker(Worker):
 
     def __init__(self, settings: WorkerSettings, source: str, output: str):
         super().__init__(settings)
-        self.source, _ = open_place(source)
-        self.output, self.folder = open_place(output)
+        self.source, _ = open_location(source)
+        self.output, self.folder = open_location(output)
 
     def __call__(self, block: dict[str, Any]) -> dict[str, Any]:
         from pyarrow import BufferOutputStream, parquet

@@ -89,12 +89,12 @@ def chosen_device(device: Any, device_map: Any) -> torch.device | None:
     if device is not None:
         raise ConfigError(f"device={device!r} and device_map={device_map!r} say the same: give one of them")
     if isinstance(device_map, Mapping):
-        places = {str(place): place for place in device_map.values()}
-        if len(places) != 1:
+        targets = {str(target): target for target in device_map.values()}
+        if len(targets) != 1:
             raise ConfigError(
                 f"device_map={dict(device_map)!r}: a model stands on one device, for example {{'': 'cpu'}}"
             )
-        (device_map,) = places.values()
+        (device_map,) = targets.values()
     if device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return torch.device("cpu") if accelerator is None else accelerator
@@ -124,8 +124,8 @@ def check_format(folder: Path, use_safetensors: bool | None) -> None:
         return
     has_safetensors = (folder / WEIGHTS).is_file() or (folder / f"{WEIGHTS}.index.json").is_file()
     if has_safetensors != use_safetensors:
-        found = "safetensors, which are read first" if has_safetensors else f"{BIN} only"
-        raise CheckpointError(f"use_safetensors={use_safetensors}: {folder} has {found}")
+        formats = "safetensors, which are read first" if has_safetensors else f"{BIN} only"
+        raise CheckpointError(f"use_safetensors={use_safetensors}: {folder} has {formats}")
 
 
 def check_saving(safe_serialization: Any, variant: Any, max_shard_size: Any, size: int, others: dict[str, Any]) -> None:

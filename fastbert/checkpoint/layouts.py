@@ -16,8 +16,8 @@ Weights = dict[str, torch.Tensor]
 
 def _replaced(key: str, old: str, new: str) -> str | None:
     """`key` with the names `old` ("attn.out_proj") replaced where it first has them, whole between dots; else None."""
-    found = re.search(rf"(?:^|(?<=\.)){re.escape(old)}(?=\.)", key)
-    return None if found is None else (key[: found.start()] + new + key[found.end() :]).lstrip(".")
+    match = re.search(rf"(?:^|(?<=\.)){re.escape(old)}(?=\.)", key)
+    return None if match is None else (key[: match.start()] + new + key[match.end() :]).lstrip(".")
 
 
 def to_tree(weights: Mapping[str, torch.Tensor], config: EncoderConfig) -> Weights:
@@ -25,27 +25,27 @@ def to_tree(weights: Mapping[str, torch.Tensor], config: EncoderConfig) -> Weigh
 
     Raises CheckpointError: a tensor that holds several has another number of rows, or there are some of these only.
     """
-    made, files = dict(weights), config.family.files
+    tensors, files = dict(weights), config.family.files
     for rule in files:
-        before, made = made, {}
+        before, tensors = tensors, {}
         for key, t in before.items():
             if isinstance(rule, Rename):
-                made[_replaced(key, rule.old, rule.new) or key] = t
+                tensors[_replaced(key, rule.old, rule.new) or key] = t
                 continue
             names = [name for new in rule.new if (name := _replaced(key, rule.old, new)) is not None]
             if not names:
-                made[key] = t
+                tensors[key] = t
                 continue
             shares = rule.shares_of(config)
             if not t.dim() or t.shape[0] % sum(shares):
                 parts = f"{len(names)} equal parts" if rule.shares is None else f"parts of {_as_ratio(shares)}"
                 raise CheckpointError(f"{key} has shape {tuple(t.shape)}; its rows must divide into {parts}: {names}")
             unit = t.shape[0] // sum(shares)
-            made |= dict(zip(names, t.split([unit * share for share in shares]), strict=True))
+            tensors |= dict(zip(names, t.split([unit * share for share in shares]), strict=True))
     for rule in files:
         if isinstance(rule, Split):
-            _check_parts(made, rule)
-    return made
+            _check_parts(tensors, rule)
+    return tensors
 
 
 def to_file(weights: Mapping[str, torch.Tensor], config: EncoderConfig) -> Weights:
@@ -53,31 +53,33 @@ def to_file(weights: Mapping[str, torch.Tensor], config: EncoderConfig) -> Weigh
 
     Raises CheckpointError: of tensors that one of the file's holds, some are missing, or of another width or dtype.
     """
-    made = dict(weights)
+    tensors = dict(weights)
     for rule in reversed(config.family.files):
         if isinstance(rule, Split):
-            _check_parts(made, rule)
-        before, made = made, {}
+            _check_parts(tensors, rule)
+        before, tensors = tensors, {}
         for key, t in before.items():
             if isinstance(rule, Rename):
-                made[(_replaced(key, rule.new, rule.old) if rule.new and rule.is_written else None) or key] = t
+                tensors[(_replaced(key, rule.new, rule.old) if rule.new and rule.is_written else None) or key] = t
                 continue
             whole = _replaced(key, rule.new[0], rule.old)
             if whole is not None:
-                made[whole] = _merged([before[part] for part in _parts(key, rule)], whole, rule.shares_of(config))
+                tensors[whole] = _merged([before[part] for part in _parts(key, rule)], whole, rule.shares_of(config))
             elif not _parts(key, rule):
-                made[key] = t
-    return made
+                tensors[key] = t
+    return tensors
 
 
 def _merged(parts: list[torch.Tensor], name: str, shares: tuple[int, ...]) -> torch.Tensor:
     """The parts as one. Their rows must be as `shares` say, or a reader would cut elsewhere."""
-    forms = {(*part.shape[1:], part.dtype) for part in parts}
+    row_types = {(*part.shape[1:], part.dtype) for part in parts}
     rows = [part.shape[0] if part.dim() else 0 for part in parts]
-    if len(forms) > 1 or any(n * shares[0] != rows[0] * share for n, share in zip(rows, shares, strict=True)):
+    if len(row_types) > 1 or any(n * shares[0] != rows[0] * share for n, share in zip(rows, shares, strict=True)):
         kinds = sorted({f"{tuple(part.shape)} {part.dtype}" for part in parts})
-        form = "shapes and dtypes that are alike" if len(set(shares)) == 1 else f"rows in the ratio {_as_ratio(shares)}"
-        raise CheckpointError(f"{name} is one tensor in files, so its parts must have {form}; they are {kinds}")
+        wanted = (
+            "shapes and dtypes that are alike" if len(set(shares)) == 1 else f"rows in the ratio {_as_ratio(shares)}"
+        )
+        raise CheckpointError(f"{name} is one tensor in files, so its parts must have {wanted}; they are {kinds}")
     return torch.cat(parts)
 
 

@@ -59,15 +59,15 @@ def check_layers(config: EncoderConfig, weights: dict[str, torch.Tensor], source
     family = config.family
     layer = re.escape(family.path_of_layer(config, 0)).replace("0", r"\d+")
     pattern = re.compile(rf"(?:module\.)?(?:{re.escape(family.prefix)}\.)?({layer})\.")
-    found = {match[1] for match in map(pattern.match, weights) if match is not None}
+    layers = {match[1] for match in map(pattern.match, weights) if match is not None}
     count = config.num_unique_layers
-    if found and len(found) == count and found == {family.path_of_layer(config, i) for i in range(count)}:
+    if layers and len(layers) == count and layers == {family.path_of_layer(config, i) for i in range(count)}:
         return
-    if found or count:
-        held = some(sorted(found), 4) if found else f"none, but {some(sorted(weights), 4)}"
+    if layers or count:
+        held = some(sorted(layers), 4) if layers else f"none, but {some(sorted(weights), 4)}"
         raise CheckpointError(
             f"{source}: the config contradicts the weights: it has {count} different layers, the weights hold"
-            f" {len(found)}: {held}"
+            f" {len(layers)}: {held}"
         )
 
 
@@ -220,8 +220,8 @@ def _own_memory(
         if key not in weights:
             continue
         goal = dtype if dtype is not None and weights[key].is_floating_point() else weights[key].dtype
-        made = goal if key in parameters else weights[key].dtype
-        weights[key] = weights[key].to(made, copy=True, memory_format=torch.contiguous_format)
+        new_dtype = goal if key in parameters else weights[key].dtype
+        weights[key] = weights[key].to(new_dtype, copy=True, memory_format=torch.contiguous_format)
         if goal.is_floating_point and not is_finite(weights[key].to(goal)):
             raise CheckpointError(f"{source}: tensor {key} holds values that are not finite in {goal}")
 
@@ -229,9 +229,9 @@ def _own_memory(
 def _initialise_rest(model: PreTrainedModel, absent: set[str], dtype: torch.dtype | None) -> None:
     """Initialise what is `absent` from the checkpoint, in its dtype; and tie what is tied."""
     model.tie_weights()  # first, so that a copy is not made anew
-    given = _give_memory(model, dtype)
+    allocated = _give_memory(model, dtype)
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    new = [*given, *(tensors[key] for key in absent)]
+    new = [*allocated, *(tensors[key] for key in absent)]
     model.draw_weights({id(t) for t in tensors.values()}.difference(map(id, new)))
     model.tie_weights()
     model.mark_initialised()
@@ -248,15 +248,15 @@ def _give_memory(model: PreTrainedModel, dtype: torch.dtype | None) -> list[torc
 
     By torch.empty: empty_like of a tensor on "meta" imports sympy, which takes 0.2 s.
     """
-    given: list[torch.Tensor] = []
+    allocated: list[torch.Tensor] = []
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None and p.is_meta:
                 empty = torch.empty(p.shape, device="cpu", dtype=dtype or p.dtype)
-                module._parameters[name] = made = nn.Parameter(empty, requires_grad=p.requires_grad)
-                given.append(made)
+                module._parameters[name] = parameter = nn.Parameter(empty, requires_grad=p.requires_grad)
+                allocated.append(parameter)
         for name, b in module._buffers.items():
             if b is not None and b.is_meta:
                 module._buffers[name] = empty = torch.empty(b.shape, device="cpu", dtype=b.dtype)
-                given.append(empty)
-    return given
+                allocated.append(empty)
+    return allocated

@@ -28,7 +28,7 @@ _OF_TEXTS = {
 }
 
 
-def model_card(kind: str, config: EncoderConfig, repo_id: str, source: str, tags: list[str]) -> str:
+def model_card(class_name: str, config: EncoderConfig, repo_id: str, source: str, tags: list[str]) -> str:
     """README.md of a model: what the hub reads, how to load it, and what its authors are to fill in.
 
     `source`: what the model was loaded from; a hub id becomes base_model.
@@ -36,9 +36,9 @@ def model_card(kind: str, config: EncoderConfig, repo_id: str, source: str, tags
     from huggingface_hub import ModelCardData
 
     is_hub_id = source.count("/") == 1 and not source.startswith((".", "~", "/")) and not Path(source).exists()
-    auto = "AutoModel" if kind.endswith("Model") else f"AutoModelFor{kind.rpartition('For')[2]}"
-    task = next((task for end, task in _TASKS.items() if kind.endswith(end)), None)
-    task, other = _OF_TEXTS.get(kind, (task, f"transformers.{auto}"))
+    auto = "AutoModel" if class_name.endswith("Model") else f"AutoModelFor{class_name.rpartition('For')[2]}"
+    task = next((task for end, task in _TASKS.items() if class_name.endswith(end)), None)
+    task, other = _OF_TEXTS.get(class_name, (task, f"transformers.{auto}"))
     data = ModelCardData(
         library_name=other.partition(".")[0].replace("_", "-"),
         pipeline_tag=task,
@@ -49,10 +49,10 @@ def model_card(kind: str, config: EncoderConfig, repo_id: str, source: str, tags
     lines = [
         f"---\n{data.to_yaml()}\n---\n",
         f"# {repo_id.rpartition('/')[2]}\n",
-        f"`{kind}` with {config.num_hidden_layers} layers of width {config.hidden_size}, saved by fastbert. "
+        f"`{class_name}` with {config.num_hidden_layers} layers of width {config.hidden_size}, saved by fastbert. "
         + (f"It was made from `{source}`.\n" if is_hub_id else "\n"),
         "```python\nimport fastbert\n",
-        f'model = fastbert.{kind if kind in _OF_TEXTS else auto}.from_pretrained("{repo_id}")',
+        f'model = fastbert.{class_name if class_name in _OF_TEXTS else auto}.from_pretrained("{repo_id}")',
         "```\n",
         f"`{other}` loads it, too.\n",
         *([f"Labels: {labels}\n"] if task in ("text-classification", "token-classification") else []),

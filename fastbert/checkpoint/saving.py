@@ -29,7 +29,7 @@ from fastbert.files import move, parse_json, rename, sync
 
 CONFIG = "config.json"
 SAVED_WITH = "fastbert_config"  # metadata of the weights: {"sha256": of config.json, "shapes": EncoderConfig.shapes()}
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 BESIDE = ".fastbert-saving-"  # what the names of folders beside begin with
 
 
@@ -151,7 +151,7 @@ def config_of(folder: Path, metadata: dict[str, str]) -> EncoderConfig:
     return config
 
 
-def of_one_save(folder: Path, read: Callable[[dict[str, str]], Found]) -> Found:
+def of_one_save(folder: Path, read: Callable[[dict[str, str]], Result]) -> Result:
     """What `read` makes of the folder and of its weights' metadata, again if another process has saved meanwhile.
 
     Then an error, too, may come from files of two saves: only what is raised with the folder at rest is the folder's.
@@ -159,13 +159,13 @@ def of_one_save(folder: Path, read: Callable[[dict[str, str]], Found]) -> Found:
     while True:
         metadata = read_metadata(folder)
         try:
-            found = read(metadata)
+            result = read(metadata)
         except (CheckpointError, ConfigError):
             if read_metadata(folder) == metadata:
                 raise
             continue
         if read_metadata(folder) == metadata:
-            return found
+            return result
 
 
 def _saved_with(folder: Path, metadata: dict[str, str]) -> dict[str, Any] | None:

@@ -43,11 +43,13 @@ def read_spm(path: Path) -> SpmFile:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     try:
         pieces, trainer, normalizer = _parts(content)
-        made = _pieces(pieces)
+        spm = _pieces(pieces)
     except _Damaged as error:
         raise CheckpointError(f"{path} is no sentencepiece model: {error}") from None
-    if (kind := trainer.get(3, _UNIGRAM)) != _UNIGRAM:
-        raise CheckpointError(f"{path} holds a {_MODEL_TYPES.get(kind, kind)} model; fastbert reads unigram models")
+    if (model_type := trainer.get(3, _UNIGRAM)) != _UNIGRAM:
+        raise CheckpointError(
+            f"{path} holds a {_MODEL_TYPES.get(model_type, model_type)} model; fastbert reads unigram models"
+        )
     # With the other value each of them would move every space of a text. Its table of characters, byte_fallback and
     # remove_extra_whitespaces are left unread, as transformers leaves them.
     for settings, number, name, only in (
@@ -57,7 +59,7 @@ def read_spm(path: Path) -> SpmFile:
     ):
         if bool(settings.get(number, only)) != only:
             raise CheckpointError(f"{path}: {name} is {str(not only).lower()}; fastbert reads {str(only).lower()} only")
-    return made
+    return spm
 
 
 def _parts(content: bytes) -> tuple[list[bytes], dict[int, int], dict[int, int]]:
@@ -67,14 +69,14 @@ def _parts(content: bytes) -> tuple[list[bytes], dict[int, int], dict[int, int]]
         if wire == _BYTES and number == 1:
             pieces.append(value)
         elif wire == _BYTES and number in settings:
-            settings[number] |= {of: one for of, kind, one in _fields(value) if kind == _VARINT}
+            settings[number] |= {of: one for of, wire_type, one in _fields(value) if wire_type == _VARINT}
     return pieces, settings[2], settings[3]
 
 
 def _pieces(messages: list[bytes]) -> SpmFile:
-    made, texts = SpmFile([], [], []), set[str]()
+    spm, texts = SpmFile([], [], []), set[str]()
     for i, message in enumerate(messages):
-        text, score, kind = "", 0.0, 1
+        text, score, piece_type = "", 0.0, 1
         for number, wire, value in _fields(message):
             if number == 1 and wire == _BYTES:
                 try:
@@ -84,32 +86,32 @@ def _pieces(messages: list[bytes]) -> SpmFile:
             elif number == 2 and wire == 5:
                 (score,) = struct.unpack("<f", value)
             elif number == 3 and wire == _VARINT:
-                kind = value
+                piece_type = value
         if not text or text in texts:
             twice = f"piece {i} is {reprlib.repr(text)}, which is there twice"
             raise _Damaged(twice if text else f"piece {i} has no text")
         if not math.isfinite(score):
             raise _Damaged(f"piece {i} has score {score}")
         texts.add(text)
-        made.pieces.append((text, score))
-        if kind == _CONTROL:
-            made.control.append(text)
-        elif kind == _USER_DEFINED:
-            made.user_defined.append(text)
+        spm.pieces.append((text, score))
+        if piece_type == _CONTROL:
+            spm.control.append(text)
+        elif piece_type == _USER_DEFINED:
+            spm.user_defined.append(text)
     if not texts:
         raise _Damaged("it has no pieces")
-    return made
+    return spm
 
 
 def _fields(message: bytes) -> list[tuple[int, int, Any]]:
     """(number, wire type, value) of each field; a value is an int, or bytes."""
-    found, at, end = list[tuple[int, int, Any]](), 0, len(message)
+    fields, at, end = list[tuple[int, int, Any]](), 0, len(message)
     while at < end:
         tag, at = (message[at], at + 1) if message[at] < 128 else _varint(message, at)  # a call for each takes long
         wire = tag & 7
         if wire == _VARINT:
             value, at = _varint(message, at)
-            found.append((tag >> 3, wire, value))
+            fields.append((tag >> 3, wire, value))
             continue
         if wire == _BYTES:
             size, at = _varint(message, at)
@@ -119,9 +121,9 @@ def _fields(message: bytes) -> list[tuple[int, int, Any]]:
             raise _Damaged(f"byte {at} begins a field of the unknown wire type {wire}")
         if at + size > end:
             raise _Damaged(f"a field of {size} bytes begins at byte {at} of {end}")
-        found.append((tag >> 3, wire, message[at : at + size]))
+        fields.append((tag >> 3, wire, message[at : at + size]))
         at += size
-    return found
+    return fields
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:

@@ -76,7 +76,7 @@ def optional_json(path: Path) -> dict[str, Any]:
     return read_json(path, CheckpointError) if path.is_file() else {}
 
 
-def form_of(folder: Path, default: NewVocabulary | None = None) -> NewVocabulary:
+def vocab_spec_of(folder: Path, default: NewVocabulary | None = None) -> NewVocabulary:
     """What the tokens of a folder's family are; `default`, or BERT's, where its files name no family of ours.
 
     The class of the tokenizer counts before that of the model, as in transformers: there are models of DeBERTa's
@@ -85,7 +85,7 @@ def form_of(folder: Path, default: NewVocabulary | None = None) -> NewVocabulary
     config = optional_json(folder / "config.json")
     named = _class_of(folder, config)
     of_class = (family.vocabulary for family in FAMILIES.values() if f"{family.classes}Tokenizer" == named)
-    return next(of_class, None) or _form_of_model(config, default) or default or NewVocabulary()
+    return next(of_class, None) or _vocab_spec_of_model(config, default) or default or NewVocabulary()
 
 
 def _class_of(folder: Path, config: dict[str, Any]) -> str | None:
@@ -94,7 +94,7 @@ def _class_of(folder: Path, config: dict[str, Any]) -> str | None:
     return named.removesuffix("Fast") if isinstance(named, str) else None
 
 
-def _form_of_model(config: dict[str, Any], default: NewVocabulary | None) -> NewVocabulary | None:
+def _vocab_spec_of_model(config: dict[str, Any], default: NewVocabulary | None) -> NewVocabulary | None:
     """By the model_type; None for one that is not ours, `default` where there is none."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
@@ -111,10 +111,10 @@ def gives_types(folder: Path, default: NewVocabulary | None = None) -> bool:
     names = tokenizer_settings(folder).get("model_input_names")
     if names is None:
         config = optional_json(folder / "config.json")
-        named, form = _class_of(folder, config), _form_of_model(config, default)
-        if named is not None and not (form is not None and form.ignores_class):
+        named, vocab_spec = _class_of(folder, config), _vocab_spec_of_model(config, default)
+        if named is not None and not (vocab_spec is not None and vocab_spec.ignores_class):
             return named in GIVE_TYPES
-        return form is not None and form.gives_types
+        return vocab_spec is not None and vocab_spec.gives_types
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise CheckpointError(
             f"{folder / SETTINGS}: model_input_names is {reprlib.repr(names)}; it must be a list of texts"

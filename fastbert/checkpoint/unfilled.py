@@ -55,7 +55,7 @@ def may_be_unfilled(init: Callable[..., None]) -> Callable[..., None]:
     """Of the constructors of our models, which `unfilled_models` speaks of."""
 
     @functools.wraps(init)
-    def made(*args: Any, **kwargs: Any) -> None:
+    def wrapper(*args: Any, **kwargs: Any) -> None:
         if not _MADE_UNFILLED.get():
             return init(*args, **kwargs)
         token = _MADE_UNFILLED.set(False)  # a model with a head makes its base model in here
@@ -65,4 +65,4 @@ def may_be_unfilled(init: Callable[..., None]) -> Callable[..., None]:
         finally:
             _MADE_UNFILLED.reset(token)
 
-    return made
+    return wrapper

@@ -60,8 +60,8 @@ def run(options: argparse.Namespace) -> int:
         log: list[str] = []
         if (code := _compile(Path(recipe.__file__), Path(work), log)) != 0:
             raise UsageError(_reason(code, log, folder / "build.log"))
-        (made,) = Path(work, "fastbert").glob("_C.*.so")
-        build = cache.keep(made, torch.__version__)
+        (library,) = Path(work, "fastbert").glob("_C.*.so")
+        build = cache.keep(library, torch.__version__)
     (chosen,) = (line for line in log if line.startswith(OURS))
     say(f"{chosen.removeprefix(OURS).strip()} -> {build.path}")
     return 0
@@ -128,7 +128,7 @@ def _reason(code: int, log: list[str], path: Path) -> str:
     last = next((line.strip().removeprefix(OURS) for line in reversed(log) if line.strip()), "nothing was said")
     if not last.startswith(NOTHING):
         return last
-    faults = [found.group().strip() for line in log if (found := FAULT.search(line))]
+    faults = [match.group().strip() for line in log if (match := FAULT.search(line))]
     reason = f"the C++ extension did not compile: {faults[0]}" if faults else last.removeprefix(NOTHING)
     try:
         path.write_text("".join(log), encoding="utf-8")

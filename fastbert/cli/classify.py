@@ -68,12 +68,12 @@ def run(options: argparse.Namespace) -> int:
         for chunk in in_chunks(read_texts(options.file, options.column, delimiter=options.delimiter), CHUNK_TEXTS):
             scores = classifier.probabilities(classifier.rows(chunk, settings, bar.update)).float().numpy()
             best = scores.argmax(-1)
-            found: dict[str, Any] = {"text": chunk, "label": [classifier.labels[i] for i in best]}
+            columns: dict[str, Any] = {"text": chunk, "label": [classifier.labels[i] for i in best]}
             if options.all:
-                found |= {label: scores[:, i] for i, label in enumerate(classifier.labels)}
+                columns |= {label: scores[:, i] for i, label in enumerate(classifier.labels)}
             else:
-                found["score"] = scores.max(-1)
-            rows.write(found)
+                columns["score"] = scores.max(-1)
+            rows.write(columns)
             raise_if_stopped()
             total += len(chunk)
         if not total:

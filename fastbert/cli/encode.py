@@ -36,7 +36,7 @@ from fastbert.errors import TextFileError
 from fastbert.importing import without_collector
 
 if TYPE_CHECKING:
-    from fastbert.data.windows import Windows
+    from fastbert.data.chunks import Windows
     from fastbert.sentences import SentenceEncoder
 
 _NUMBER_BYTES = {".parquet": 4, ".jsonl": 10}  # on the disk, at least; texts come on top
@@ -161,7 +161,7 @@ class EncodeJob:
     batch_tokens: int | None
     force: bool
     windows: Windows | None = None
-    chunks: bool = False  # a row for each of the windows
+    chunks: bool = False  # a row for each of the chunks
     late: bool = False
     skip_bad_rows: bool = False
     keep: tuple[str, ...] = ()
@@ -311,16 +311,16 @@ def _chunk_rows(
     encoder: SentenceEncoder, texts: list[str], job: EncodeJob, before: int, on_tokens: Callable[[int], Any]
 ) -> Iterator[dict[str, Any]]:
     """A row for each chunk of texts, `before` which others stand in the file; some at a time."""
-    for made in encoder.encode_chunks_stream(
+    for chunks in encoder.encode_chunks_stream(
         texts, job.windows, late=job.late, on_tokens=on_tokens, batch_tokens=job.batch_tokens
     ):
-        places = list(zip(made.documents.tolist(), made.starts.tolist(), made.ends.tolist(), strict=True))
+        places = list(zip(chunks.documents.tolist(), chunks.starts.tolist(), chunks.ends.tolist(), strict=True))
         yield {
             "document": [before + i for i, _, _ in places],
             "start": [start for _, start, _ in places],
             "end": [end for _, _, end in places],
             "text": [texts[i][start:end] for i, start, end in places],
-            "embedding": made.vectors,
+            "embedding": chunks.vectors,
         }
 
 
@@ -364,15 +364,15 @@ def _count_texts(job: EncodeJob, say: Callable[[str], None]) -> tuple[int, dict[
                 exact.add(name)
     if total == 0:
         raise UsageError(f"{name_of(job.source)} holds no texts")
-    return total, {name: _example(name, found - {type(None)}, name in exact, job) for name, found in kinds.items()}
+    return total, {name: _example(name, types - {type(None)}, name in exact, job) for name, types in kinds.items()}
 
 
-def _example(name: str, found: set[type], is_exact: bool, job: EncodeJob) -> Any:
-    if len(found) > 1 and (found != {int, float} or is_exact) and job.output.suffix == ".parquet":
+def _example(name: str, types: set[type], is_exact: bool, job: EncodeJob) -> Any:
+    if len(types) > 1 and (types != {int, float} or is_exact) and job.output.suffix == ".parquet":
         raise UsageError(
             f"--keep {name}: the column holds values of several types, which a .parquet cannot: use a .jsonl"
         )
-    return None if not found else (float if float in found else min(found, key=str))()
+    return None if not types else (float if float in types else min(types, key=str))()
 
 
 def _identity(job: EncodeJob, encoder: SentenceEncoder, total: int, batch_tokens: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound="TextModel")
 
 
-def load_to_run(kind: type[Model], options: Any) -> Model:
+def load_to_run(model_class: type[Model], options: Any) -> Model:
     """The model that `options` name, and the dtype and device for it. Raises the errors of `from_pretrained`.
 
     Nobody else holds it, and nothing but running is done with it: the half of its weights' memory goes of which the
@@ -19,7 +19,7 @@ def load_to_run(kind: type[Model], options: Any) -> Model:
     """
     from fastbert.packed_weights import keep_packed_only
 
-    model = kind.from_pretrained(options.model, dtype=options.dtype, device=options.device)
+    model = model_class.from_pretrained(options.model, dtype=options.dtype, device=options.device)
     keep_packed_only(model)
     return model
 

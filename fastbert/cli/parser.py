@@ -14,10 +14,10 @@ from fastbert.importing import without_collector
 from fastbert.messages import did_you_mean
 
 if TYPE_CHECKING:
-    from fastbert.data.windows import Windows
+    from fastbert.data.chunks import Windows
 
 A_MODEL = "a folder, a hub id, or all-MiniLM-L6-v2"
-AGGREGATES = ("probabilities", "logits", "vectors")  # of a classifier's windows
+AGGREGATES = ("probabilities", "logits", "vectors")  # of a classifier's chunks
 LARGEST = 2**31 - 1  # of whatever is a number on the command line: counts are int32 further down
 
 
@@ -65,9 +65,9 @@ class Parser(argparse.ArgumentParser):
         if self.model is not None and any(word[:2] == "--" and self._options_of(word) == ["--model"] for word in own):
             # An optional MODEL would not do: argparse gives `MODEL --device cpu FILE` none, and takes MODEL for FILE.
             self._remove_action(self.model)
-        found, unknown = super().parse_known_args(args, namespace)
+        parsed, unknown = super().parse_known_args(args, namespace)
         self._refuse(unknown)
-        return found, unknown
+        return parsed, unknown
 
     def _options_of(self, word: str) -> list[str]:
         """The options that a word stands for: it may be the beginning of a name."""
@@ -179,7 +179,7 @@ _WINDOWS: dict[str, Callable[[str], Any]] = {"length": int, "overlap": float, "p
 
 
 def add_windows_option(parser: Parser, what: str, aggregates: Sequence[str] = ()) -> None:
-    """--windows, and --aggregate where a command has a choice of what of them is combined."""
+    """--chunks, and --aggregate where a command has a choice of what of them is combined."""
     parser.add_argument(
         "--windows",
         metavar="KEY=VALUE",
@@ -204,9 +204,9 @@ def _key_and_value(word: str) -> tuple[str, Any]:
 
 
 def windows_of(options: argparse.Namespace, own: Windows | None = None) -> Windows | None:
-    """What --windows says, beside the `own` windows of a command; None without the option. Raises InputError."""
+    """What --chunks says, beside the `own` chunks of a command; None without the option. Raises InputError."""
     with without_collector():
-        from fastbert.data.windows import Windows
+        from fastbert.data.chunks import Windows
 
     return None if options.windows is None else replace(own or Windows(), **dict(options.windows))
 

@@ -121,17 +121,17 @@ def _load(folder: Path, name: str, is_sentence_model: bool) -> PreTrainedModel:
 
     config = read_config(folder)
     architectures, classes = config.extra.get("architectures") or [""], model_classes(config.model_type)
-    kind = classes.get(architectures[0])
+    model_class = classes.get(architectures[0])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a head that is not there is an error below, a pooler is left out
-        if kind is not None and not issubclass(kind, EncoderModel):
-            model = kind.from_pretrained(folder)
+        if model_class is not None and not issubclass(model_class, EncoderModel):
+            model = model_class.from_pretrained(folder)
             if not model.missing_keys:
                 return model
             if not is_sentence_model:  # whose config may name the head that it was pre-trained with
                 raise UsageError(f"{name} lacks {', '.join(model.missing_keys[:3])}, ...: train its head first")
-            kind = next(each for each in classes.values() if issubclass(each, EncoderModel))
-        base = None if kind is None else kind.from_pretrained(folder)
+            model_class = next(each for each in classes.values() if issubclass(each, EncoderModel))
+        base = None if model_class is None else model_class.from_pretrained(folder)
         return base if base is not None and not base.missing_keys else load_encoder(folder, name, None)
 
 

@@ -52,8 +52,8 @@ def make_parser() -> Parser:
 def _user_errors() -> tuple[type[Exception], ...]:
     """Those of modules that were never imported cannot have been raised."""
     loaded = ((sys.modules.get(f"fastbert.{module}"), names) for module, names in USER_ERRORS.items())
-    found = (vars(module)[name] for module, names in loaded if module is not None for name in names)
-    return (UsageError, OSError, *found)
+    errors = (vars(module)[name] for module, names in loaded if module is not None for name in names)
+    return (UsageError, OSError, *errors)
 
 
 def _check_choices() -> None:

@@ -104,7 +104,7 @@ class Best:
 
     def add(self, texts: list[str], scores: Any, places: Sequence[tuple[int, int]] | None = None) -> None:
         """places: of a passage in each text, which is what is shown."""
-        found = []
+        new_rows = []
         for i, (score, text) in enumerate(zip(scores, texts, strict=True)):
             row: dict[str, Any] = {"text": text}
             if score == float("-inf"):
@@ -112,8 +112,8 @@ class Best:
             if places is not None:
                 start, end = places[i]
                 row = {"text": text[start:end], "start": start, "end": end}
-            found.append((float(score), self.seen + i, row))
-        self.rows = sorted([*self.rows, *found], key=lambda row: (-row[0], row[1]))[: self.count]
+            new_rows.append((float(score), self.seen + i, row))
+        self.rows = sorted([*self.rows, *new_rows], key=lambda row: (-row[0], row[1]))[: self.count]
         self.seen += len(texts)
 
     def show(self, output: Path | None, source: Path) -> None:
@@ -123,14 +123,14 @@ class Best:
         if not self.rows:
             raise UsageError(f"{name_of(source)} holds no texts with words")
         if output is None:
-            for score, place, row in self.rows:
+            for score, index, row in self.rows:
                 is_passage = "start" in row  # it may have several lines
-                print(f"{score:9.4f}  {place:>8,}  {' '.join(row['text'].split()) if is_passage else row['text']}")
+                print(f"{score:9.4f}  {index:>8,}  {' '.join(row['text'].split()) if is_passage else row['text']}")
             return
         with open_rows(output) as rows:
-            scores, places, found = zip(*self.rows, strict=True)
-            columns = {name: [row[name] for row in found] for name in found[0]}
-            rows.write({"index": list(places), "score": list(scores), **columns})
+            scores, indices, entries = zip(*self.rows, strict=True)
+            columns = {name: [row[name] for row in entries] for name in entries[0]}
+            rows.write({"index": list(indices), "score": list(scores), **columns})
 
 
 def run_search(options: argparse.Namespace) -> int:
@@ -152,7 +152,7 @@ def run_search(options: argparse.Namespace) -> int:
     encoder = load_to_run(SentenceEncoder, options)
     query, best = encoder.encode_query(options.query), Best(options.top)
     document = encoder._of_task("document", {})["prompt_name"]
-    made = None if options.vectors is None else _read_vectors(options.vectors, encoder.dim)
+    stored = None if options.vectors is None else _read_vectors(options.vectors, encoder.dim)
     with progress_bar(None, None, desc="searching", delay=0, **bar_of(windows)) as bar:
         for chunk in in_chunks(read_texts(options.file, options.column, delimiter=options.delimiter), CHUNK_TEXTS):
             if windows is not None:
@@ -160,7 +160,7 @@ def run_search(options: argparse.Namespace) -> int:
                 best.add(chunk, *_best_passages(encoder, query, chunk, on_tokens=bar.update, **chosen))
                 raise_if_stopped()
                 continue
-            if made is None:
+            if stored is None:
                 ((vectors, _),) = encoder.encode_stream(
                     chunk,
                     batch_tokens=options.batch_tokens,
@@ -169,15 +169,15 @@ def run_search(options: argparse.Namespace) -> int:
                     on_batch=bar.update,
                 )
             else:
-                vectors = made[best.seen : best.seen + len(chunk)]
+                vectors = stored[best.seen : best.seen + len(chunk)]
                 bar.update(len(vectors))
             if len(vectors) != len(chunk):
                 rows = best.seen + len(vectors)
                 raise UsageError(f"--vectors {options.vectors} has {rows} rows; {options.file} has more texts")
             best.add(chunk, encoder.similarity(query, vectors)[0].tolist())
             raise_if_stopped()
-    if made is not None and len(made) != best.seen:
-        raise UsageError(f"--vectors {options.vectors} has {len(made)} rows; {options.file} has {best.seen} texts")
+    if stored is not None and len(stored) != best.seen:
+        raise UsageError(f"--vectors {options.vectors} has {len(stored)} rows; {options.file} has {best.seen} texts")
     best.show(options.output, options.file)
     return 0
 
@@ -190,8 +190,8 @@ def _best_passages(
     for chunks in encoder.encode_chunks_stream(texts, **options):
         if not len(chunks):
             continue
-        found = encoder.similarity(query, chunks.vectors)[0].tolist()
-        for i, score, start, end in zip(chunks.documents, found, chunks.starts, chunks.ends, strict=True):
+        chunk_scores = encoder.similarity(query, chunks.vectors)[0].tolist()
+        for i, score, start, end in zip(chunks.documents, chunk_scores, chunks.starts, chunks.ends, strict=True):
             if score > scores[i]:
                 scores[i], places[i] = score, (int(start), int(end))
     return scores, places
@@ -225,8 +225,8 @@ def _read_embeddings(path: Path) -> Any:
     import pyarrow.parquet as pq
 
     schema = pq.read_schema(path)
-    kind = schema.field("embedding").type if "embedding" in schema.names else pa.null()
-    if not (pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+    dtype = schema.field("embedding").type if "embedding" in schema.names else pa.null()
+    if not (pa.types.is_fixed_size_list(dtype) or pa.types.is_list(dtype) or pa.types.is_large_list(dtype)):
         raise UsageError(f"--vectors {path} has no column of vectors, embedding; it has: {', '.join(schema.names)}")
     if "document" in schema.names:
         raise UsageError(f"--vectors {path} has vectors of passages (--chunks), not of whole texts")
@@ -237,7 +237,7 @@ def _read_embeddings(path: Path) -> Any:
     if (other := np.flatnonzero(widths != widths[:1])).size:
         row = other[0]
         raise UsageError(f"--vectors {path}, row {row + 1} has {widths[row]} numbers, and row 1 has {widths[0]}")
-    flat = pa.chunked_array([chunk.flatten() for chunk in column.chunks], kind.value_type)
+    flat = pa.chunked_array([chunk.flatten() for chunk in column.chunks], dtype.value_type)
     width = widths[0] if len(widths) else 0
     if flat.null_count:
         row = flat.is_null().index(True).as_py() // width

@@ -55,9 +55,9 @@ class held:
     def __enter__(self):
         _held[0] = True
 
-    def __exit__(self, kind, error, trace):
+    def __exit__(self, error_type, error, trace):
         _held[0] = False
-        if kind is None:
+        if error_type is None:
             raise_if_stopped()
 
 

@@ -97,10 +97,10 @@ class EncoderConfig(ConfigAccess):
             raise ConfigError(f"own is {_shown(self.own)}; it must map the names of fields to values")
         if unknown := [name for name in self.own if name not in fields]:
             raise ConfigError(f"{self.model_type} has no field {_shown(unknown[0])}")
-        own = {name: self.own.get(name, kind.default) for name, kind in fields.items()}
+        own = {name: self.own.get(name, spec.default) for name, spec in fields.items()}
         self.own = own
-        for name, kind in fields.items():
-            if (allowed := kind.unsupported(own[name])) is not None:
+        for name, spec in fields.items():
+            if (allowed := spec.unsupported(own[name])) is not None:
                 raise ConfigError(f"{self.family.hf_names.get(name, name)} is {_shown(own[name])}; {allowed}")
         for name in self.family.fixed:
             default = self.family.defaults.get(name, self.__dataclass_fields__[name].default)
@@ -132,9 +132,9 @@ class EncoderConfig(ConfigAccess):
         if names is not None and not (isinstance(names, (list, tuple)) and all(isinstance(n, str) for n in names)):
             raise ConfigError(f"architectures is {_shown(names)}; it must be a list of class names")
         for name, values in self.family.only_values.items():
-            found = self.extra.get(name, self.__dict__.get(name, values[0]))
-            if found not in values:
-                raise ConfigError(f"{name}={_shown(found)} is not supported; fastbert has {values[0]!r}")
+            chosen = self.extra.get(name, self.__dict__.get(name, values[0]))
+            if chosen not in values:
+                raise ConfigError(f"{name}={_shown(chosen)} is not supported; fastbert has {values[0]!r}")
         try:
             self._derived = self.family.derive(self)
         except Invalid as error:
@@ -257,7 +257,7 @@ class EncoderConfig(ConfigAccess):
         The number of labels is not among them: a base model has no such tensor, and a head's own shape tells it.
         """
         shapes = {name: self.__dict__[name] for name in ("model_type", *_SHAPES, "tie_word_embeddings")}
-        own = {name: self.own[name] for name, kind in self.family.fields.items() if isinstance(kind, (Count, Flag))}
+        own = {name: self.own[name] for name, spec in self.family.fields.items() if isinstance(spec, (Count, Flag))}
         quantization = self.extra.get("quantization_config")
         return {**shapes, **own, "embedding_size": self.embedding_width, "quantization_config": quantization}
 
@@ -280,13 +280,13 @@ class EncoderConfig(ConfigAccess):
             check_label2id(label2id, changed.id2label)
         return changed
 
-    def with_dropouts(self, found: Mapping[tuple[str, str], float]) -> EncoderConfig:
+    def with_dropouts(self, dropouts: Mapping[tuple[str, str], float]) -> EncoderConfig:
         """The same, but for dropouts of a live tree that are not the fields': by (path of a layer, role), as in
         LayerSpec.dropouts; ("", "embeddings") is that of the embeddings.
         """
-        made = copy.copy(self)
-        object.__setattr__(made, "_derived", self.__dict__["_derived"].with_dropouts(self, found))
-        return made
+        changed = copy.copy(self)
+        object.__setattr__(changed, "_derived", self.__dict__["_derived"].with_dropouts(self, dropouts))
+        return changed
 
     @classmethod
     def of_family(cls, model_type: str, **fields: Any) -> EncoderConfig:

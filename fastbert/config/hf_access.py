@@ -134,9 +134,9 @@ class ConfigAccess:
         copy.__dict__[_IN_USE] = True
         return copy
 
-    def option(self, name: str, given: Any) -> Any:
+    def option(self, name: str, asked: Any) -> Any:
         """What a call gets of output_attentions and the like: what it asked for, or else what the config has."""
-        return self.extra.get(name, THEIR_DEFAULTS[name]) if given is None else given
+        return self.extra.get(name, THEIR_DEFAULTS[name]) if asked is None else asked
 
     @property
     def name_or_path(self) -> str:
@@ -160,8 +160,8 @@ class ConfigAccess:
         """The config of a folder or hub id; options of the hub (revision, token, ...), and entries to change."""
         from fastbert.hub import HubOptions, resolve
 
-        given = {name: options.pop(name) for name in HubOptions.__dataclass_fields__ if name in options}
-        folder = resolve(pretrained_model_name_or_path, config_only=True, options=HubOptions(**given))
+        hub_options = {name: options.pop(name) for name in HubOptions.__dataclass_fields__ if name in options}
+        folder = resolve(pretrained_model_name_or_path, config_only=True, options=HubOptions(**hub_options))
         return cls.from_file(folder / "config.json").replace(**options)
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
@@ -186,13 +186,13 @@ class ConfigAccess:
 
 def _where(name: str, model_type: Any) -> str:
     """That a config has no field `name`, and how the families that have it take it."""
-    owners = [kind for kind, family in FAMILIES.items() if name in family.fields]
-    if not owners:
+    types = [owner for owner, family in FAMILIES.items() if name in family.fields]
+    if not types:
         return f"EncoderConfig has no field {name!r}"
-    kind = model_type if model_type in owners else owners[0]
-    also = "" if kind == model_type else f", and model_type is {model_type!r}"
+    owner = model_type if model_type in types else types[0]
+    also = "" if owner == model_type else f", and model_type is {model_type!r}"
     return (
-        f"{name} is a field of {', '.join(owners)} only{also}: give it to EncoderConfig.of_family({kind!r}, {name}=...)"
+        f"{name} is a field of {', '.join(types)} only{also}: give it to EncoderConfig.of_family({owner!r}, {name}=...)"
     )
 
 

@@ -34,14 +34,14 @@ def operations(config: EncoderConfig, lengths: Sequence[int]) -> Operations:
     products = attention = tables = theirs = 0
     padded, longest = len(lengths) * max(lengths, default=0), max(lengths, default=0)
     for spec in config.layer_specs:
-        form, weights = spec.attention, weights_of_layer(spec, config.hidden_size)
-        width = 2 * form.num_heads * form.head_dim  # of one product for one pair of a query and a key
+        attn, weights = spec.attention, weights_of_layer(spec, config.hidden_size)
+        width = 2 * attn.num_heads * attn.head_dim  # of one product for one pair of a query and a key
         terms, projection = _terms(spec), 0
         products += 2 * weights * sum(lengths)
-        attention += (2 + terms) * width * sum(seen_keys(n, form.window_size) for n in lengths)
+        attention += (2 + terms) * width * sum(seen_keys(n, attn.window_size) for n in lengths)
         rows = 0
-        if isinstance(form.position, Disentangled):
-            rows = 2 * form.position.span
+        if isinstance(attn.position, Disentangled):
+            rows = 2 * attn.position.span
             projection = terms * rows * width * config.hidden_size
         tables += projection
         theirs += 2 * weights * padded + 2 * width * padded * longest + terms * width * padded * rows + projection
@@ -50,8 +50,8 @@ def operations(config: EncoderConfig, lengths: Sequence[int]) -> Operations:
 
 def weights_of_layer(spec: LayerSpec, hidden_size: int) -> int:
     """The weights that every token is multiplied by."""
-    form, inner = spec.attention, spec.feed_forward
-    heads = form.head_dim * (2 * form.num_heads + 2 * form.num_kv_heads)  # of q, k, v and the output
+    attn, inner = spec.attention, spec.feed_forward
+    heads = attn.head_dim * (2 * attn.num_heads + 2 * attn.num_kv_heads)  # of q, k, v and the output
     convolved = 0 if spec.after is None else spec.after.kernel_size * hidden_size**2 // spec.after.groups
     return hidden_size * (heads + inner.intermediate_size * (3 if inner.gated else 2)) + convolved
 

@@ -1,7 +1,7 @@
 """fastbert.graphs(model): CUDA graphs for inference on batches so small that launching their kernels takes the time.
 
 A graph replays the kernels of one shape. Batches have many shapes, so they are rounded up to buckets. The tokens of a
-batch are copied to the front of a bucket's own buffers; the rows behind them are slack, and cu_seqlens continues with
+batch are copied to the front of a bucket's own buffers; the rows behind them are padding, and cu_seqlens continues with
 empty sequences. Every op defines both. A bucket's graph is captured when it is first used. Checks and packing run
 before the graph, because they ask the host; unpacking and the pooler run after it. Calls that a graph cannot serve, or
 would not make faster, run in the model itself. Captured steps of training (fastbert.training.graphed) share capture,

@@ -34,7 +34,7 @@ class Field(NamedTuple):
         return block[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
 
 
-class Form(NamedTuple):
+class BlockLayout(NamedTuple):
     """How the batches of a bucket lie in a block of bytes. Two batches of one form can go through one graph."""
 
     bucket: Sizes
@@ -44,7 +44,7 @@ class Form(NamedTuple):
     @classmethod
     def of(
         cls, bucket: Sizes, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], num_choices: int | None = None
-    ) -> Form:
+    ) -> BlockLayout:
         fields, start = [], 0
         for name, (dtype, shape) in shapes.items():
             fields.append(Field(name, dtype, shape, start))
@@ -62,39 +62,39 @@ class Form(NamedTuple):
 
     def read(self, block: torch.Tensor, bounds: Mapping[str, tuple[int, int]] | None) -> PackedInputs:
         """A batch of training that lies in a block, whose memory it shares."""
-        found: dict[str, Any] = self.views(block)
-        cu_seqlens, labelled = found.pop(_OFFSETS), found.pop(_LABELLED, None)
+        tensors: dict[str, Any] = self.views(block)
+        cu_seqlens, labelled = tensors.pop(_OFFSETS), tensors.pop(_LABELLED, None)
         tokens, sequences, longest, _ = self.bucket
         batch = PackedBatch(None, cu_seqlens, longest, sequences, None, tokens, labelled, bounds)
         choices = {} if self.num_choices is None else {"num_choices": self.num_choices}
-        return PackedInputs({**found, "batch": batch, **choices})
+        return PackedInputs({**tensors, "batch": batch, **choices})
 
 
 class Staged(NamedTuple):
     """A batch of training in a block, on its way to a graph."""
 
-    form: Form
+    layout: BlockLayout
     block: torch.Tensor
     bounds: Mapping[str, tuple[int, int]]
 
 
 def stage(packed: PackedInputs, bucket: Sizes, pinned: bool = False) -> Staged:
-    """A batch on the host, with its bucket's slack, in a block of its own; pinned: in page-locked memory, from which a
-    GPU copies while the host goes on.
+    """A batch on the host, with its bucket's padding, in a block of its own; pinned: in page-locked memory, from which
+    a GPU copies while the host goes on.
     """
     total_tokens, batch_size, max_seqlen, labelled = bucket
-    padded = packed.with_slack(total_tokens, batch_size, labelled or 0, max_seqlen)
+    padded = packed.with_capacity(total_tokens, batch_size, labelled or 0, max_seqlen)
     tensors = {name: value for name, value in padded.items() if isinstance(value, torch.Tensor)}
     batch: PackedBatch = padded["batch"]
     tensors[_OFFSETS] = batch.cu_seqlens
     if batch.labelled is not None:
         tensors[_LABELLED] = batch.labelled
     shapes = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
-    form = Form.of(bucket, shapes, padded.get("num_choices"))
-    block = torch.empty(form.nbytes, dtype=torch.uint8, pin_memory=pinned)
-    for name, view in form.views(block).items():
+    layout = BlockLayout.of(bucket, shapes, padded.get("num_choices"))
+    block = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=pinned)
+    for name, view in layout.views(block).items():
         view.copy_(tensors[name])
-    return Staged(form, block, batch.bounds or {})
+    return Staged(layout, block, batch.bounds or {})
 
 
 class StaticBatch:
@@ -117,27 +117,27 @@ class StaticBatch:
         names = ["words", "positions", *(["types"] if has_types else []), *(["tasks"] if has_tasks else [])]
         names += ["columns"] if goes_by is not None else []
         shapes = {name: (torch.int64, (bucket.total_tokens,)) for name in names}
-        form = Form.of(bucket, {**shapes, _OFFSETS: (torch.int32, (bucket.batch_size + 1,))})
+        layout = BlockLayout.of(bucket, {**shapes, _OFFSETS: (torch.int32, (bucket.batch_size + 1,))})
         with torch.inference_mode(False):  # or the buffers could not be written outside of inference mode
-            self.block = torch.zeros(form.nbytes, dtype=torch.uint8, device=device)
-            self.ids = form.views(self.block)
+            self.block = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
+            self.ids = layout.views(self.block)
             self.cu_seqlens = self.ids.pop(_OFFSETS)
             self.cu_seqlens[1:].fill_(min(bucket.total_tokens, bucket.max_seqlen))
             if goes_by is not None:
                 self.ids["columns"].copy_(torch.arange(bucket.total_tokens, device=device))
 
     def fill(self, inputs: EncoderInputs) -> None:
-        """Copy a checked batch in. Slack rows keep an earlier batch's ids: they are valid, and nobody reads them."""
+        """Copy a checked batch in. Padding rows keep an earlier batch's ids: they are valid, and nobody reads them."""
         batch, ids, tokens = inputs.batch, inputs.ids, inputs.batch.total_tokens
-        given = {"words": ids.input_ids, "positions": ids.position_ids}
-        given |= {"types": ids.token_type_ids, "tasks": ids.task_type_ids}
+        values = {"words": ids.input_ids, "positions": ids.position_ids}
+        values |= {"types": ids.token_type_ids, "tasks": ids.task_type_ids}
         if self.goes_by is not None:
-            places = batch.local_positions()
-            given["columns"] = places if inputs.window_positions is None else inputs.window_positions
+            positions = batch.local_positions()
+            values["columns"] = positions if inputs.window_positions is None else inputs.window_positions
             if self.goes_by.rotaries:
-                given["positions"] = places if inputs.rotary_positions is None else inputs.rotary_positions
+                values["positions"] = positions if inputs.rotary_positions is None else inputs.rotary_positions
         for name, row in self.ids.items():
-            value = given[name]
+            value = values[name]
             if value is not None:
                 row[:tokens].copy_(value)
             elif name == "tasks":

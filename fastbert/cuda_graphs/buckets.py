@@ -1,6 +1,6 @@
 """Buckets: the sizes that batches are rounded up to, in inference and in training.
 
-Behind a batch's tokens lies slack, behind its sequences are empty ones, and every op and loss defines both.
+Behind a batch's tokens lie padding rows, behind its sequences empty ones, and every op and loss defines both.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from fastbert.packed_inputs import PackedInputs
 from fastbert.packing import PackedBatch
 
 # Of a power of two: what tokens are rounded up to. Batches of training have nearly one size, by a budget of tokens, and
-# a 17th of their own is slack at most. Texts of inference have any size: at most a third of a graph's rows is slack,
-# and 8192 tokens have twenty buckets.
+# a 17th of their own is padding at most. Texts of inference have any size: at most a third of a graph's rows is
+# padding, and 8192 tokens have twenty buckets.
 TRAINING, INFERENCE = 1 / 32, 1 / 4
 
 
@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
         return cls(batch.total_tokens, batch.batch_size, batch.max_seqlen, labelled)
 
     def holds(self, batch: Sizes) -> bool:
-        """Whether a batch fits in. Where tokens have labels one token is slack: rows that lack a label point there."""
+        """Whether a batch fits in. Where tokens have labels one is padding: rows that lack a label point there."""
         if (self.labelled is None) != (batch.labelled is None):
             return False
         room = self.total_tokens - (self.labelled is not None)
@@ -48,7 +48,7 @@ class Sizes(NamedTuple):
 def bucket_for(batch: Sizes, share: float, num_choices: int = 1, limit: int | None = None) -> Sizes:
     """A bucket with room for this batch and for others of its kind.
 
-    Tokens are rounded up to `share` of a power of two; sequences, of which slack costs nearly nothing, with a quarter
+    Tokens are rounded up to `share` of a power of two; sequences, of which padding costs nearly nothing, with a quarter
     more; the longest to a power of two, since kernels go by classes of lengths, or to the model's `limit`; labelled
     tokens with a seventh more than this batch's share, and eight.
     """
@@ -90,7 +90,7 @@ class Buckets:
         self.most = len(self.sizes)
 
     def find(self, batch: Sizes, num_choices: int = 1) -> Sizes | None:
-        """The smallest that holds a batch. One with more slack than its own would have is taken where there are
+        """The smallest that holds a batch. One with more padding than its own would have is taken where there are
         enough.
         """
         wanted = bucket_for(batch, TRAINING, num_choices, self.limit)

@@ -16,7 +16,7 @@ from fastbert.cuda_graphs.buckets import INFERENCE, Sizes, bucket_for
 from fastbert.cuda_graphs.capture import CudaGraphs, Graphs, Replay
 from fastbert.execution.request import EncoderInputs
 from fastbert.layer_spec import Distances
-from fastbert.layers.fingerprint import ModuleFingerprint
+from fastbert.layers.guard import ModuleGuard
 from fastbert.layers.leaves import FORWARD_HOOKS
 from fastbert.models.base import EncoderModel, must_be_called
 from fastbert.models.outputs import ModelOutput
@@ -66,7 +66,7 @@ class GraphedEncoder:
         self._make_graphs = make_graphs or partial(CudaGraphs, shares_memory=False)
         self._device, self._graphs = model.device, self._make_graphs(model.device)
         self._captured: OrderedDict[_Key, _Captured] = OrderedDict()
-        self._captured_from: ModuleFingerprint | None = None
+        self._captured_from: ModuleGuard | None = None
         self._lock = threading.Lock()  # a graph's buffers hold one batch at a time
 
     # ----------------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class GraphedEncoder:
                 batch=batch,
                 task_type_ids=task_type_ids,
             )
-        given = ModelInputs(
+        model_inputs = ModelInputs(
             input_ids,
             attention_mask,
             token_type_ids,
@@ -144,7 +144,7 @@ class GraphedEncoder:
             batch,
             task_type_ids,
         )
-        inputs = model.prepare(given)
+        inputs = model.prepare(model_inputs)
         model.calls.ran_packed()
         packed = self._encode(inputs)
         output = ModelOutput(
@@ -164,7 +164,7 @@ class GraphedEncoder:
     ) -> torch.Tensor:
         """`model.encode_packed`: packed in, packed out."""
         self.why_eager = self._unsupported()
-        given = ModelInputs(
+        model_inputs = ModelInputs(
             input_ids,
             token_type_ids=token_type_ids,
             position_ids=position_ids,
@@ -172,7 +172,7 @@ class GraphedEncoder:
             max_seqlen=max_seqlen,
             task_type_ids=task_type_ids,
         )
-        inputs = self.model.prepare(given)
+        inputs = self.model.prepare(model_inputs)
         self.model.calls.ran_packed()
         return self.model.encode(inputs).packed if self.why_eager is not None else self._encode(inputs)
 
@@ -200,7 +200,7 @@ class GraphedEncoder:
         """Forget the graphs where the model is not what they were captured from; why its leaves must be called."""
         if self._captured_from is None or not self._captured_from.is_same():
             self._clear()
-            self._captured_from = ModuleFingerprint.of_all(self.model, FORWARD_HOOKS, ())  # its own are for its caller
+            self._captured_from = ModuleGuard.of_all(self.model, FORWARD_HOOKS, ())  # its own are for its caller
             if self._device != self.model.device:
                 self._device = self.model.device
                 self._graphs = self._make_graphs(self._device)

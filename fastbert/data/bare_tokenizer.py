@@ -33,21 +33,21 @@ _EXTRA = ("extra_special_tokens", "additional_special_tokens")  # today's name, 
 _MAP = "special_tokens_map.json"
 _LISTED = "added_tokens_decoder"  # by id
 _MAX_ID = 2**32 - 1  # of the tokenizers library
-_Made = tuple[Tokenizer, list[AddedToken]]  # and what the files of its kind say of added tokens
+_Loaded = tuple[Tokenizer, list[AddedToken]]  # and what the files of its kind say of added tokens
 
 
 class _Bare(NamedTuple):
     """A folder, the form of its family's tokens, and its settings: those of special_tokens_map.json are `mapped`."""
 
     folder: Path
-    form: NewVocabulary
+    vocab_spec: NewVocabulary
     settings: dict[str, Any]
     mapped: dict[str, Any]
 
     @property
     def defaults(self) -> dict[str, str]:
         """The texts of the family's special tokens, by what tokenizer_config.json calls their roles."""
-        special = {f"{role}_token": text for role, text in self.form.special.items()}
+        special = {f"{role}_token": text for role, text in self.vocab_spec.special.items()}
         return {"bos_token": special["cls_token"], "eos_token": special["sep_token"], **special}
 
     def where(self, name: str) -> Path:
@@ -62,24 +62,29 @@ class _Bare(NamedTuple):
 
 
 def read_bare(
-    folder: Path, form: NewVocabulary, lowercase: bool = False, given: Mapping[str, Any] = MappingProxyType({})
+    folder: Path,
+    vocab_spec: NewVocabulary,
+    lowercase: bool = False,
+    overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> Tokenizer:
-    """From the files that `form` names, all of which are there. Raises CheckpointError: they are damaged.
+    """From the files that `vocab_spec` names, all of which are there. Raises CheckpointError: they are damaged.
 
-    given: entries of tokenizer_config.json that hold instead of the file's.
+    overrides: entries of tokenizer_config.json that hold instead of the file's.
     """
-    settings = {**tokenizer_settings(folder), **given}
+    settings = {**tokenizer_settings(folder), **overrides}
     mapped = {} if _LISTED in settings else optional_json(folder / _MAP)  # as transformers: it is older than such lists
-    bare = _Bare(folder, form, {**settings, **mapped}, mapped)
+    bare = _Bare(folder, vocab_spec, {**settings, **mapped}, mapped)
     if settings.get("split_special_tokens"):
         raise CheckpointError(f"{folder / SETTINGS}: split_special_tokens is not supported; take it out")
-    tokenizer, own = {"wordpiece": _wordpiece, "bpe": _bpe, "unigram": _unigram}[form.kind](bare, lowercase)
+    tokenizer, own = {"wordpiece": _wordpiece, "bpe": _bpe, "unigram": _unigram}[vocab_spec.kind](bare, lowercase)
     for role in ("unk_token", "cls_token", "sep_token"):
         if tokenizer.token_to_id(bare.text(role)) is None:
-            raise CheckpointError(f"{folder / form.bare[0]} has no {bare.text(role)}, the {role}")
+            raise CheckpointError(f"{folder / vocab_spec.bare[0]} has no {bare.text(role)}, the {role}")
     _add_tokens(tokenizer, bare, own)
     ends = (bare.text("cls_token"), bare.text("sep_token"))
-    put_around(tokenizer, *ends, form.separators, trims=form.mask_takes_space)  # MPNet's mask does not count its spaces
+    put_around(
+        tokenizer, *ends, vocab_spec.separators, trims=vocab_spec.mask_takes_space
+    )  # MPNet's mask does not count its spaces
     return tokenizer
 
 
@@ -101,7 +106,7 @@ def put_around(tokenizer: Tokenizer, cls: str, sep: str, separators: int, *, tri
 # The three kinds
 
 
-def _wordpiece(bare: _Bare, lowercase: bool) -> _Made:
+def _wordpiece(bare: _Bare, lowercase: bool) -> _Loaded:
     """BERT's own: clean, split, WordPiece (Devlin et al. 2018, section 3)."""
     path = bare.folder / "vocab.txt"
     flags = bare.flags(BERT_FLAGS)
@@ -117,7 +122,7 @@ def _wordpiece(bare: _Bare, lowercase: bool) -> _Made:
     return tokenizer, []
 
 
-def _bpe(bare: _Bare, lowercase: bool) -> _Made:
+def _bpe(bare: _Bare, lowercase: bool) -> _Loaded:
     """GPT-2's, over bytes (Radford et al. 2019, 2.2)."""
     flags, path = bare.flags({"do_lower_case": False, "add_prefix_space": False}), bare.folder / "vocab.json"
     if flags["do_lower_case"]:
@@ -125,8 +130,8 @@ def _bpe(bare: _Bare, lowercase: bool) -> _Made:
     vocab = read_json(path, CheckpointError)
     for token, i in vocab.items():
         if type(i) is not int or not 0 <= i <= _MAX_ID:
-            found = f"{reprlib.repr(token)} has id {reprlib.repr(i)}"
-            raise CheckpointError(f"{path}: {found}; ids are whole numbers from 0 to {_MAX_ID}")
+            entry = f"{reprlib.repr(token)} has id {reprlib.repr(i)}"
+            raise CheckpointError(f"{path}: {entry}; ids are whole numbers from 0 to {_MAX_ID}")
     if len(set(vocab.values())) < len(vocab):
         raise CheckpointError(f"{path}: two tokens have the same id")
     tokenizer = Tokenizer(models.BPE(vocab, _merges(bare.folder / "merges.txt", vocab)))
@@ -148,7 +153,7 @@ def _merges(path: Path, vocab: dict[str, int]) -> list[tuple[str, str]]:
     return merges
 
 
-def _unigram(bare: _Bare, lowercase: bool) -> _Made:
+def _unigram(bare: _Bare, lowercase: bool) -> _Loaded:
     """DeBERTa-v2's: sentencepiece's pieces and scores (Kudo 2018). In transformers 5 neither the file's table of
     characters nor its bytes of unknown ones are used: texts are brought to NFC, and what has no piece is unknown.
     """
@@ -189,7 +194,7 @@ def _add_tokens(tokenizer: Tokenizer, bare: _Bare, own: list[AddedToken]) -> Non
     named, extra = _named(bare), _extra(bare)
     listed = _listed(bare, {token.content for token in (*named.values(), *extra)})
     for role, text in bare.defaults.items():
-        is_behind = role.removesuffix("_token") in bare.form.behind
+        is_behind = role.removesuffix("_token") in bare.vocab_spec.behind
         if role not in named and (is_behind or tokenizer.token_to_id(text) is not None):
             named[role] = _special(bare, text, role)
     ordered = [named[role] for role in (*_ROLES, *(role for role in named if role not in _ROLES)) if role in named]
@@ -201,9 +206,9 @@ def _add_tokens(tokenizer: Tokenizer, bare: _Bare, own: list[AddedToken]) -> Non
         tokens.setdefault(token.content, token)
     tokenizer.add_tokens(list(tokens.values()))
     for i, token in listed.items():
-        if (found := tokenizer.token_to_id(token.content)) != i:
+        if (token_id := tokenizer.token_to_id(token.content)) != i:
             text, where = reprlib.repr(token.content), _list_of(bare)
-            raise CheckpointError(f"{where} gives {text} the id {i}; with this vocabulary it has {found}")
+            raise CheckpointError(f"{where} gives {text} the id {i}; with this vocabulary it has {token_id}")
 
 
 def _named(bare: _Bare) -> dict[str, AddedToken]:
@@ -218,7 +223,7 @@ def _named(bare: _Bare) -> dict[str, AddedToken]:
 
 
 def _special(bare: _Bare, entry: Any, role: str) -> AddedToken:
-    takes_space = role == "mask_token" and isinstance(entry, str) and bare.form.mask_takes_space
+    takes_space = role == "mask_token" and isinstance(entry, str) and bare.vocab_spec.mask_takes_space
     return _token(bare.where(role), entry, is_special=True, lstrip=takes_space)
 
 

@@ -100,12 +100,12 @@ def deal(costs: np.ndarray, parts: int) -> list[np.ndarray]:
     if parts == 1:
         return [np.arange(len(costs))]
     sums = [(0.0, part) for part in range(parts)]
-    found: list[list[int]] = [[] for _ in range(parts)]
+    members: list[list[int]] = [[] for _ in range(parts)]
     for i in np.argsort(-costs, kind="stable").tolist():
         total, part = heapq.heappop(sums)
-        found[part].append(i)
+        members[part].append(i)
         heapq.heappush(sums, (total + float(costs[i]), part))
-    return [np.array(sorted(part), np.int64) for part in found]
+    return [np.array(sorted(part), np.int64) for part in members]
 
 
 class StepSampler(Sampler[list[int]]):
@@ -180,6 +180,6 @@ class KeyedDataset(Dataset):
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
         fetch = getattr(self.examples, "__getitems__", None)  # `datasets` reads many at once much faster
-        found = [self.examples[i] for i in indices] if fetch is None else fetch(indices)
+        fetched = [self.examples[i] for i in indices] if fetch is None else fetch(indices)
         keys = example_keys(self.seed, self.epoch, indices).tolist()
-        return [{**example, KEY: key} for example, key in zip(found, keys, strict=True)]
+        return [{**example, KEY: key} for example, key in zip(fetched, keys, strict=True)]

@@ -67,7 +67,7 @@ def _columns(examples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     for i, example in enumerate(examples):
         if differing := sorted(first.symmetric_difference(example)):
             raise InputError(f"examples 0 and {i} differ: one of them alone has {', '.join(differing)}")
-    found: dict[str, list[Any]] = {}
+    columns: dict[str, list[Any]] = {}
     for name in examples[0]:
         known = _OTHER_NAMES.get(name, name)
         if known in _LEFT_OUT:
@@ -75,12 +75,12 @@ def _columns(examples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
         if known not in (*_TOKENS, *_LABELS, KEY):
             allowed = ", ".join((*_TOKENS, *_LABELS))
             raise InputError(f"no model takes {name!r}: remove it from the examples, which may have {allowed}")
-        if known in found:
+        if known in columns:
             raise InputError(f"the examples have labels under two names: {name} and another")
-        found[known] = [example[name] for example in examples]
-    if "input_ids" not in found:
+        columns[known] = [example[name] for example in examples]
+    if "input_ids" not in columns:
         raise InputError(f"the examples have no input_ids; they have {', '.join(sorted(first))}")
-    return found
+    return columns
 
 
 def _padded(fields: dict[str, list[Any]]) -> dict[str, Any]:

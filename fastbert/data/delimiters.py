@@ -22,52 +22,52 @@ _QUOTED = re.compile(r'(?:^|(?<=[,;\t|]))"(?:[^"]|"")*"(?!")')  # a whole field:
 _OPEN = re.compile(r'(?:^|(?<=[,;\t|]))".*', re.DOTALL)  # a field that has not ended, once whole ones are left out
 
 
-def sign_of(given: str) -> str:
+def sign_of(delimiter: str) -> str:
     """The character that a user means. Raises TextFileError."""
-    sign = "\t" if given in ("tab", "\\t") else given
+    sign = "\t" if delimiter in ("tab", "\\t") else delimiter
     if len(sign) != 1 or not sign.isascii() or sign.isalnum() or sign in '"\r\n\0':
-        raise TextFileError(f"delimiter is {given!r}; it must be one character, such as ';', or tab")
+        raise TextFileError(f"delimiter is {delimiter!r}; it must be one character, such as ';', or tab")
     return sign
 
 
-def check_given(given: str | None, name: str, kind: str | None) -> None:
+def check_delimiter(delimiter: str | None, name: str, suffix: str | None) -> None:
     """Raise TextFileError where a delimiter is given for a file of a kind that has none."""
-    if given is not None and kind not in KINDS:
+    if delimiter is not None and suffix not in KINDS:
         raise TextFileError(f"{name}: a delimiter is for {' and '.join(KINDS)} files; leave out --delimiter")
 
 
-def delimiter_of(path: Path, lines: Iterable[str], *, is_tsv: bool, given: str | None = None) -> str:
+def delimiter_of(path: Path, lines: Iterable[str], *, is_tsv: bool, delimiter: str | None = None) -> str:
     """What is between the fields of a .csv or a .tsv, by its header, which begins with the first of its lines that is
     not blank. What stands in the quotation marks of a .csv is a name. Where a header of a .csv may be read in several
     ways, the first rows decide: most of them have as many fields as it, where a few may be broken.
 
-    given: what the user says that it is.
+    delimiter: what the user says that it is.
 
     Raises TextFileError: it is not clear, a .tsv has no tabs, or a header with several columns has not what was given.
     """
     rest = iter(lines)
     header, outside = _header(rest, is_tsv)
     shown = _shown(header)
-    found = [sign for sign in _DELIMITERS if sign in outside]
-    if given is not None:
-        sign = sign_of(given)
-        if found and sign not in outside:
+    signs = [sign for sign in _DELIMITERS if sign in outside]
+    if delimiter is not None:
+        sign = sign_of(delimiter)
+        if signs and sign not in outside:
             raise TextFileError(f"{path}: the first line has no {sign!r}, which was given as the delimiter: {shown}")
         return sign
     if is_tsv:
-        if "\t" not in found and found:
+        if "\t" not in signs and signs:
             raise TextFileError(f"{path}: the first line has no tab: {shown}; is this a .csv? Or say --delimiter")
         return "\t"
-    if len(found) < 2:
-        return found[0] if found else ","
+    if len(signs) < 2:
+        return signs[0] if signs else ","
     first = chain(header, islice(rest, _FIRST_LINES))
-    counts = [_fitting(copy, sign) for sign, copy in zip(found, tee(first, len(found)), strict=True)]
+    counts = [_fitting(copy, sign) for sign, copy in zip(signs, tee(first, len(signs)), strict=True)]
     if not max(counts) or counts.count(max(counts)) > 1:
         raise TextFileError(
-            f"{path}: what is between the fields of the first line, {' or '.join(map(repr, found))}? {shown}: say it"
+            f"{path}: what is between the fields of the first line, {' or '.join(map(repr, signs))}? {shown}: say it"
             " with --delimiter"
         )
-    return found[counts.index(max(counts))]
+    return signs[counts.index(max(counts))]
 
 
 def _header(lines: Iterator[str], is_tsv: bool) -> tuple[list[str], str]:

@@ -128,9 +128,9 @@ class Masking:
 
         # What a span becomes is decided for the whole of it, as in SpanBERT; else for each token, as in BERT.
         at = span if self.unit == "span" else position
-        kind = uniform(key, at, _KIND)
-        shown = np.where(chosen & (kind < self.masked), self.mask_id, ids)
-        is_random = chosen & (kind >= self.masked) & (kind < self.masked + self.random)
+        draw = uniform(key, at, _KIND)
+        shown = np.where(chosen & (draw < self.masked), self.mask_id, ids)
+        is_random = chosen & (draw >= self.masked) & (draw < self.masked + self.random)
         words = np.flatnonzero(~self.is_special)
         drawn = (uniform(key[is_random], position[is_random], _WORD) * len(words)).astype(np.int64)
         shown[is_random] = words[drawn]
@@ -143,12 +143,12 @@ class Masking:
 
 def _span_starts(words: np.ndarray, after: np.ndarray, key: np.ndarray, position: np.ndarray) -> np.ndarray:
     """int64 (total_tokens,): the position at which the span of each token begins. `words`: where words begin."""
-    place = np.arange(len(words))
+    index = np.arange(len(words))
     starts = words & ((uniform(key, position, _SPAN) < SPAN_ENDS) | after)
     nth = np.cumsum(words)
-    nth = nth - nth[np.maximum.accumulate(np.where(starts, place, 0))]  # words since the span's first
+    nth = nth - nth[np.maximum.accumulate(np.where(starts, index, 0))]  # words since the span's first
     starts |= words & (nth % SPAN_WORDS == 0)
-    return position[np.maximum.accumulate(np.where(starts, place, 0))]
+    return position[np.maximum.accumulate(np.where(starts, index, 0))]
 
 
 def _chosen(first: np.ndarray, row: np.ndarray, span: np.ndarray, key: np.ndarray, share: float) -> np.ndarray:
@@ -179,11 +179,11 @@ def word_starts(tokenizer: Any) -> np.ndarray:
     Raises InputError: a tokenizer without such marks.
     """
     vocab = tokenizer.get_vocab()
-    found = np.zeros(max(vocab.values()) + 1, bool)
+    starts = np.zeros(max(vocab.values()) + 1, bool)
     marks = {mark: sum(token.startswith(mark) for token in vocab) for mark in ("##", "Ġ", "▁")}
     mark = max(marks, key=lambda mark: marks[mark])
     if not marks[mark]:
         raise InputError("this tokenizer does not mark where words begin: none of its tokens begins with ##, Ġ or ▁")
     for token, i in vocab.items():
-        found[i] = token.startswith(mark) != (mark == "##")
-    return found
+        starts[i] = token.startswith(mark) != (mark == "##")
+    return starts

@@ -121,12 +121,12 @@ def _list_modules(root: Path) -> list[tuple[str, Path]]:
         return []
     modules: list[tuple[str, str]] = []
     for entry in read_json(path, CheckpointError, list):
-        kind, folder = (entry.get("type"), entry.get("path")) if isinstance(entry, dict) else (None, None)
-        if not isinstance(kind, str) or not isinstance(folder, str):
+        class_name, folder = (entry.get("type"), entry.get("path")) if isinstance(entry, dict) else (None, None)
+        if not isinstance(class_name, str) or not isinstance(folder, str):
             raise CheckpointError(f"{path} is no list of modules with a type and a path, which are texts")
-        if not kind.startswith("sentence_transformers."):
-            raise ConfigError(f"{path} names {kind!r}: code that is not sentence-transformers' own never runs")
-        modules.append((kind.rpartition(".")[2], folder))
+        if not class_name.startswith("sentence_transformers."):
+            raise ConfigError(f"{path} names {class_name!r}: code that is not sentence-transformers' own never runs")
+        modules.append((class_name.rpartition(".")[2], folder))
     for _, folder in modules:
         if Path(folder).is_absolute() or ".." in Path(folder).parts:
             raise CheckpointError(f"{path} names the folder {folder!r}, which is not inside its own")
@@ -179,16 +179,16 @@ def transformer_settings(folder: Path, task: str = "feature-extraction") -> Tran
     for name in ("query", "document"):
         length = _length(path, f"{name}_length")
         settings.lengths |= {} if length is None else {name: length}
-    found = entries.get("transformer_task", task)
-    if found != task:
-        needs = _TASKS[found][0] if isinstance(found, str) and found in _TASKS else None
+    own_task = entries.get("transformer_task", task)
+    if own_task != task:
+        needs = _TASKS[own_task][0] if isinstance(own_task, str) and own_task in _TASKS else None
         hint = f"fastbert.{needs} loads it" if needs else f"fastbert has: {', '.join(_TASKS)}"
-        raise ConfigError(f"{path} has transformer_task {reprlib.repr(found)}, not {task!r}: {hint}")
+        raise ConfigError(f"{path} has transformer_task {reprlib.repr(own_task)}, not {task!r}: {hint}")
     for name, old_name in _HANDED_ON.items():
-        given = entries.pop(name, None) or entries.pop(old_name, None) or {}
-        if not isinstance(given, dict):
-            raise CheckpointError(f"{path}: {name} is {reprlib.repr(given)}; it must map names to values")
-        settings.handed_on[name] = {key: value for key, value in given.items() if key != "trust_remote_code"}
+        kwargs = entries.pop(name, None) or entries.pop(old_name, None) or {}
+        if not isinstance(kwargs, dict):
+            raise CheckpointError(f"{path}: {name} is {reprlib.repr(kwargs)}; it must map names to values")
+        settings.handed_on[name] = {key: value for key, value in kwargs.items() if key != "trust_remote_code"}
     _, result, goes_to = _TASKS[task]
     plain = {
         "modality_config": {"text": {"method": "forward", "method_output_name": result}},
@@ -206,8 +206,8 @@ def transformer_settings(folder: Path, task: str = "feature-extraction") -> Tran
 
 
 def _transformer_settings_file(folder: Path) -> Path:
-    found = (folder / name for name in _TRANSFORMER_SETTINGS)
-    return next((path for path in found if path.is_file()), folder / _TRANSFORMER_SETTINGS[0])
+    paths = (folder / name for name in _TRANSFORMER_SETTINGS)
+    return next((path for path in paths if path.is_file()), folder / _TRANSFORMER_SETTINGS[0])
 
 
 def _refuse_others(path: Path, entries: dict[str, Any], known: Iterable[str]) -> None:
@@ -329,8 +329,8 @@ def _read_dense(folder: Path, width: int) -> tuple[nn.Linear, nn.Module]:
     """x -> activation(weight x + bias). Raises ConfigError, naming the module's folder, for anything more."""
     entries = read_json(folder / "config.json", CheckpointError)
     activation = str(entries.get("activation_function", "torch.nn.modules.activation.Tanh"))
-    kind = activation.rpartition(".")[2]
-    if not activation.startswith("torch.nn.") or kind not in _DENSE_ACTIVATIONS:
+    class_name = activation.rpartition(".")[2]
+    if not activation.startswith("torch.nn.") or class_name not in _DENSE_ACTIVATIONS:
         raise ConfigError(f"{folder} has activation {activation!r}; fastbert has: {', '.join(_DENSE_ACTIVATIONS)}")
     vector = "sentence_embedding"
     plain = {"use_residual": False, "module_input_name": vector, "module_output_name": vector, "in_features": width}
@@ -352,4 +352,4 @@ def _read_dense(folder: Path, width: int) -> tuple[nn.Linear, nn.Module]:
         linear.load_state_dict({key: t.to(torch.float32, copy=True) for key, t in weights.items()}, assign=True)
     except RuntimeError as error:
         raise CheckpointError(f"{folder}: the config contradicts the weights: {' '.join(str(error).split())}") from None
-    return linear, _DENSE_ACTIVATIONS[kind]()
+    return linear, _DENSE_ACTIVATIONS[class_name]()

@@ -82,21 +82,21 @@ def load_source(source: Source, split: str = "train", *, delimiter: str | None =
         raise InputError(f"{missing[0]} is not a file")
     if empty := [path for path in paths if not Path(path).stat().st_size]:
         raise InputError(f"{empty[0]} is empty")
-    kinds = {kind_of(path) for path in paths}
+    kinds = {suffix_of(path) for path in paths}
     if None in kinds or len(kinds) > 1:
         raise InputError(f"{', '.join(paths)}: files of one kind are needed: {', '.join(_READERS)}, compressed or not")
-    kind = str(kinds.pop())
-    reader, options = _READERS[kind]
+    suffix = str(kinds.pop())
+    reader, options = _READERS[suffix]
     # Not load_dataset, which first tells the hub that its reader is used, and offline waits for its name each time.
     read = getattr(datasets.Dataset, f"from_{reader}")
     try:
         if reader == "csv":
-            options = {**options, "sep": _delimiter(paths, kind, delimiter)}
+            options = {**options, "sep": _delimiter(paths, suffix, delimiter)}
             options = {**options, "features": _texts_alone(paths, options, delimiter)}
-        found = read(paths, **options)
+        dataset = read(paths, **options)
         if reader == "json":
-            found.data.table.validate(full=True)  # its strings may be no UTF-8
-        return found
+            dataset.data.table.validate(full=True)  # its strings may be no UTF-8
+        return dataset
     except InputError:
         raise
     except (datasets.exceptions.DatasetGenerationError, StopIteration, ValueError, OSError, EOFError) as error:
@@ -105,7 +105,7 @@ def load_source(source: Source, split: str = "train", *, delimiter: str | None =
         raise InputError(f"{', '.join(paths)} cannot be read: {cause.splitlines()[0]}") from None
 
 
-def kind_of(path: str) -> str | None:
+def suffix_of(path: str) -> str | None:
     """The end of a file's name that says what it holds (".txt" of "a.txt.gz"); None for what is no such file."""
     name = Path(path)
     suffix = (name.with_suffix("") if name.suffix.lower() in _COMPRESSED else name).suffix.lower()
@@ -114,43 +114,43 @@ def kind_of(path: str) -> str | None:
 
 def has_tables(names: Sequence[str]) -> bool:
     """Whether any of these is a .csv or a .tsv."""
-    return any(kind_of(name) in delimiters.KINDS for name in names)
+    return any(suffix_of(name) in delimiters.KINDS for name in names)
 
 
-def delimiter_for(names: Sequence[str], every: Sequence[str], given: str | None) -> str | None:
+def delimiter_for(names: Sequence[str], every: Sequence[str], delimiter: str | None) -> str | None:
     """What of a delimiter that is given for `every` file of a command is for `names` among them: it is for .csv and
     .tsv files. Where no file is one, it is left, and who reads refuses it.
     """
-    return given if has_tables(names) or not has_tables(every) else None
+    return delimiter if has_tables(names) or not has_tables(every) else None
 
 
-def _check_delimiter(given: str | None, name: str) -> None:
+def _check_delimiter(delimiter: str | None, name: str) -> None:
     """Of what is no table."""
     try:
-        delimiters.check_given(given, name, None)
+        delimiters.check_delimiter(delimiter, name, None)
     except TextFileError as error:
         raise InputError(str(error)) from None
 
 
-def _delimiter(paths: Sequence[str], kind: str, given: str | None) -> str:
+def _delimiter(paths: Sequence[str], suffix: str, delimiter: str | None) -> str:
     """What is between the fields, as it was given or by the headers.
 
     Raises InputError: it is not clear, or not the same in all files.
     """
     import fsspec  # which `datasets` opens files with: compressed ones, too
 
-    found: dict[str, str] = {}
+    signs: dict[str, str] = {}
     for path in paths:
         with fsspec.open(path, "rt", compression="infer", encoding="utf-8-sig") as file:
             try:
-                sign = delimiters.delimiter_of(Path(path), file, is_tsv=kind == ".tsv", given=given)
+                sign = delimiters.delimiter_of(Path(path), file, is_tsv=suffix == ".tsv", delimiter=delimiter)
             except TextFileError as error:
                 raise InputError(str(error)) from None
-            found.setdefault(sign, path)
-    if len(found) > 1:
-        (one, first), (other, second), *_ = found.items()
+            signs.setdefault(sign, path)
+    if len(signs) > 1:
+        (one, first), (other, second), *_ = signs.items()
         raise InputError(f"{first} has {one!r} between its fields, and {second} has {other!r}: make them alike")
-    return next(iter(found))
+    return next(iter(signs))
 
 
 def _texts_alone(paths: Sequence[str], options: dict[str, Any], delimiter: str | None) -> Any:
@@ -160,15 +160,15 @@ def _texts_alone(paths: Sequence[str], options: dict[str, Any], delimiter: str |
     datasets, names = import_datasets(), list[str]()
     for path in paths:
         start = pd.read_csv(path, nrows=1, **options)
-        found = list(map(str, start.columns))
+        header = list(map(str, start.columns))
         is_long = not isinstance(start.index, pd.RangeIndex)  # pandas takes the first fields for names of rows
-        if is_long or any(map(_MENDED.fullmatch, found)):
+        if is_long or any(map(_MENDED.fullmatch, header)):
             _explain(paths, delimiter)
         if is_long:
             raise InputError(f"{path}: its first row has more fields than the header")
-        names = names or found
-        if set(found) != set(names):
-            raise InputError(f"{path} has the columns {', '.join(found)}; {paths[0]} has {', '.join(names)}")
+        names = names or header
+        if set(header) != set(names):
+            raise InputError(f"{path} has the columns {', '.join(header)}; {paths[0]} has {', '.join(names)}")
     return datasets.Features({name: datasets.Value("string") for name in names})
 
 
@@ -176,7 +176,7 @@ def _explain(paths: Sequence[str], delimiter: str | None) -> None:
     """Raises InputError with the first line that is wrong, if a reader of lines finds one."""
     try:
         for path in map(Path, paths):
-            if text_files.kind_of(path) in (".txt", ".jsonl", ".csv", ".tsv"):
+            if text_files.suffix_of(path) in (".txt", ".jsonl", ".csv", ".tsv"):
                 text_files.check_rows(path, delimiter)
     except TextFileError as error:
         raise InputError(str(error)) from None
@@ -188,26 +188,26 @@ def digest_of(name: str, split: str = "train") -> str:
 
     Raises InputError: there is nothing there, or it cannot be read.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     if not _is_on_hub(name):
         try:
             with open(name, "rb") as file:
                 while block := file.read(_BLOCK):
-                    found.update(block)
+                    digest.update(block)
         except OSError as error:
             raise InputError(f"{name}: {error.strerror}") from None
-        return found.hexdigest()
+        return digest.hexdigest()
     rows = load_source(name, split)
-    found.update(repr(sorted(rows.features.items())).encode())
+    digest.update(repr(sorted(rows.features.items())).encode())
     for table in rows.with_format("arrow").iter(_BLOCK_ROWS):
         whole = table.replace_schema_metadata().combine_chunks()
         for batch in whole.to_batches():  # as a message, which has no bytes of rows beside these
-            found.update(batch.serialize())
-    return found.hexdigest()
+            digest.update(batch.serialize())
+    return digest.hexdigest()
 
 
 def _is_on_hub(name: str) -> bool:
-    return not Path(name).exists() and kind_of(name) is None
+    return not Path(name).exists() and suffix_of(name) is None
 
 
 def _from_hub(name: str, split: str) -> Dataset:

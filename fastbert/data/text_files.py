@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from fastbert.data.delimiters import MAX_LINE_BYTES, check_given, delimiter_of
+from fastbert.data.delimiters import MAX_LINE_BYTES, check_delimiter, delimiter_of
 from fastbert.errors import TextFileError
 
 STDIN = Path("-")
@@ -26,7 +26,8 @@ _VALUE = "the value"  # what a text is called in messages; with others in its ro
 
 Choose = Callable[[list[str]], Sequence[str]]  # of the names of all columns those that are read
 Bad = Callable[[TextFileError], None]  # is told of a row that cannot be read; where it returns, the row is left out
-# (path, columns or None, who chooses them, what to do of a bad row), given= of a table -> (place, values) of rows
+# (path, columns or None, who chooses them, what to do of a bad row), delimiter= of a table
+# -> (location, values) of rows
 Reader = Callable[..., Iterator[tuple[str, tuple]]]
 
 
@@ -47,11 +48,11 @@ def read_texts(
 
     Raises TextFileError, naming the file, the place in it and the value, for what is no text, unless `bad` takes it.
     """
-    given = None if column is None else (column,)
-    reader = _reader_of(path, given, delimiter)
-    for place, (text,) in reader(path, given, lambda names: (pick_column(path, names, None),), bad):
+    columns = None if column is None else (column,)
+    reader = _reader_of(path, columns, delimiter)
+    for location, (text,) in reader(path, columns, lambda names: (pick_column(path, names, None),), bad):
         try:
-            _check_text(path, place, text)
+            _check_text(path, location, text)
         except TextFileError as error:
             bad(error)
             continue
@@ -70,16 +71,16 @@ def read_kept(
         return pick_column(path, names, column), *(pick_column(path, names, name) for name in keep)
 
     reader = _reader_of(path, tuple(keep), delimiter)
-    for place, (text, *kept) in reader(path, (column, *keep) if column and path == STDIN else None, choose, bad):
+    for location, (text, *kept) in reader(path, (column, *keep) if column and path == STDIN else None, choose, bad):
         try:
-            _check_text(path, place, text)
+            _check_text(path, location, text)
             if len(kept) < len(keep):
-                raise TextFileError(f"{name_of(path)}, {place}: has a text alone, and no {keep[0]!r}")
+                raise TextFileError(f"{name_of(path)}, {location}: has a text alone, and no {keep[0]!r}")
             for name, value in zip(keep, kept, strict=True):
                 if not (value is None or isinstance(value, (str, int, float))) or _is_cut(value):
-                    raise TextFileError(f"{name_of(path)}, {place}: {name} is {_shown(value)}, which cannot be kept")
+                    raise TextFileError(f"{name_of(path)}, {location}: {name} is {_shown(value)}, which cannot be kept")
                 if isinstance(value, str):
-                    _check_text(path, place, value, name)
+                    _check_text(path, location, value, name)
         except TextFileError as error:
             bad(error)
             continue
@@ -94,17 +95,17 @@ def read_rows(
 
     Raises TextFileError as `read_texts`.
     """
-    given = None if columns is None else tuple(columns)
-    names = list(given or ())
+    wanted = None if columns is None else tuple(columns)
+    names = list(wanted or ())
 
     def chosen(there: list[str]) -> Sequence[str]:
         names.extend(choose(there))
         return names
 
-    for place, values in _reader_of(path, given, delimiter)(path, given, chosen, refuse):
+    for location, values in _reader_of(path, wanted, delimiter)(path, wanted, chosen, refuse):
         for value, what in zip(values, names if len(values) > 1 else (_VALUE,), strict=True):
             for text in value if isinstance(value, list) else (value,):
-                _check_text(path, place, text, what)
+                _check_text(path, location, text, what)
         yield values
 
 
@@ -115,24 +116,24 @@ def check_rows(path: Path, delimiter: str | None = None) -> None:
     """
 
     def choose(names: list[str]) -> Sequence[str]:
-        return names if kind_of(path) in (".csv", ".tsv") else ()  # rows of a .jsonl may lack some
+        return names if suffix_of(path) in (".csv", ".tsv") else ()  # rows of a .jsonl may lack some
 
     if not sum(1 for _ in _reader_of(path, None, delimiter)(path, None, choose, refuse)):
         raise TextFileError(f"{path} holds no rows")
 
 
 def _reader_of(path: Path, columns: tuple[str, ...] | None, delimiter: str | None) -> Reader:
-    reader = READERS.get(kind_of(path))
-    check_given(delimiter, name_of(path), kind_of(path))
+    reader = READERS.get(suffix_of(path))
+    check_delimiter(delimiter, name_of(path), suffix_of(path))
     if path == STDIN:
         reader = _read_txt if columns is None else _read_jsonl
     if reader is None:
         known = f"{', '.join(READERS)}, and .gz behind these but .parquet"
-        raise TextFileError(f"{path}: unknown kind of file {kind_of(path)!r}; known are {known}")
-    return reader if delimiter is None else partial(reader, given=delimiter)
+        raise TextFileError(f"{path}: unknown kind of file {suffix_of(path)!r}; known are {known}")
+    return reader if delimiter is None else partial(reader, delimiter=delimiter)
 
 
-def kind_of(path: Path) -> str:
+def suffix_of(path: Path) -> str:
     """The suffix that says how a file is read: ".csv" of "a.csv.gz". Parquet is compressed inside."""
     inner = path.with_suffix("").suffix.lower() if _is_compressed(path) else ""
     return inner if inner not in ("", ".parquet") else path.suffix.lower()
@@ -142,14 +143,14 @@ def _is_compressed(path: Path) -> bool:
     return path.suffix.lower() == ".gz"
 
 
-def _check_text(path: Path, place: str, text: Any, what: str = _VALUE) -> None:
+def _check_text(path: Path, location: str, text: Any, what: str = _VALUE) -> None:
     if not isinstance(text, str):
-        raise TextFileError(f"{name_of(path)}, {place}: {what} is {_shown(text)}, not a text")
+        raise TextFileError(f"{name_of(path)}, {location}: {what} is {_shown(text)}, not a text")
     try:
         text.encode()
     except UnicodeEncodeError:
         shown = f"{_shown(text)}, which is not valid Unicode"
-        raise TextFileError(f"{name_of(path)}, {place}: {what} is {shown}") from None
+        raise TextFileError(f"{name_of(path)}, {location}: {what} is {shown}") from None
 
 
 def name_of(path: Path) -> str:
@@ -170,7 +171,7 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
 
 def check_source(path: Path, delimiter: str | None = None) -> None:
     """Raise TextFileError unless there is such a file, which may have a delimiter if one is given."""
-    check_given(delimiter, name_of(path), kind_of(path))
+    check_delimiter(delimiter, name_of(path), suffix_of(path))
     if path != STDIN and not path.exists():
         raise TextFileError(f"{path} does not exist")
     if path != STDIN and not path.is_file():
@@ -229,8 +230,8 @@ def _decoded(raw: bytes, where: str) -> str:
     try:
         line = raw.decode()
     except UnicodeDecodeError as error:
-        byte, place = raw[error.start], error.start + 1
-        raise TextFileError(f"{where}: byte {place} is 0x{byte:02x}, which is not UTF-8") from None
+        byte, position = raw[error.start], error.start + 1
+        raise TextFileError(f"{where}: byte {position} is 0x{byte:02x}, which is not UTF-8") from None
     if "\0" in line:
         raise TextFileError(f"{where}: holds a NUL byte; is this a text file?")
     return line
@@ -294,17 +295,17 @@ def _values_of(entry: Any, columns: tuple[str, ...] | None, where: str) -> tuple
 
 
 def _read_csv(
-    path: Path, columns: tuple[str, ...] | None, choose: Choose, bad: Bad, given: str | None = None
+    path: Path, columns: tuple[str, ...] | None, choose: Choose, bad: Bad, delimiter: str | None = None
 ) -> Iterator[tuple[str, tuple]]:
     # strict: a stray quote would otherwise swallow the lines up to the next one.
-    sign = delimiter_of(path, _good_lines(path), is_tsv=False, given=given)
+    sign = delimiter_of(path, _good_lines(path), is_tsv=False, delimiter=delimiter)
     yield from _read_table(path, columns, choose, bad, delimiter=sign, strict=True)
 
 
 def _read_tsv(
-    path: Path, columns: tuple[str, ...] | None, choose: Choose, bad: Bad, given: str | None = None
+    path: Path, columns: tuple[str, ...] | None, choose: Choose, bad: Bad, delimiter: str | None = None
 ) -> Iterator[tuple[str, tuple]]:
-    sign = delimiter_of(path, _good_lines(path), is_tsv=True, given=given)
+    sign = delimiter_of(path, _good_lines(path), is_tsv=True, delimiter=delimiter)
     yield from _read_table(path, columns, choose, bad, delimiter=sign, quoting=csv.QUOTE_NONE)
 
 
@@ -348,7 +349,7 @@ def _read_table(
             what = f"{len(row)} fields, but {len(header)} in the header{between}"
             bad_row(TextFileError(f"{path}, line {lines.number}: {what}"))
         else:
-            yield f"line {lines.number}", tuple(row[place] for place in places)
+            yield f"line {lines.number}", tuple(row[i] for i in places)
 
 
 class _Lines:

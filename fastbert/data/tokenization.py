@@ -16,9 +16,9 @@ from fastbert.checkpoint.tokenizer_files import (
     SETTINGS,
     files_of,
     flag,
-    form_of,
     token_text,
     tokenizer_settings,
+    vocab_spec_of,
 )
 from fastbert.errors import CheckpointError
 from fastbert.families.schema import NewVocabulary
@@ -31,29 +31,29 @@ _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # of transformers: 
 _BERT = NewVocabulary(bare=("vocab.txt",))  # as which a vocab.txt is read whose family says nothing of bare files
 
 
-def load_tokenizer(folder: Path, *, lowercase: bool = False, form: NewVocabulary | None = None) -> Tokenizer:
+def load_tokenizer(folder: Path, *, lowercase: bool = False, vocab_spec: NewVocabulary | None = None) -> Tokenizer:
     """The tokenizer of a model's folder; `lowercase` makes one that keeps case lower it.
 
-    form: of the model's family, where the folder does not say what that is. Raises CheckpointError: no tokenizer that
-    can be read, or a damaged one.
+    vocab_spec: of the model's family, where the folder does not say what that is. Raises CheckpointError:
+    no tokenizer that can be read, or a damaged one.
     """
-    tokenizer = _read(folder, lowercase, form)
+    tokenizer = _read(folder, lowercase, vocab_spec)
     tokenizer.no_truncation()
     return tokenizer
 
 
 def load_cutting_tokenizer(
-    folder: Path, *, lowercase: bool = False, given: Mapping[str, Any] | None = None
+    folder: Path, *, lowercase: bool = False, overrides: Mapping[str, Any] | None = None
 ) -> Tokenizer:
     """As load_tokenizer; texts are to be cut at the side that the folder says, as in transformers.
 
-    given: entries of tokenizer_config.json, `truncation_side` or `do_lower_case`, that hold instead of the file's.
+    overrides: entries of tokenizer_config.json, `truncation_side` or `do_lower_case`, that hold instead of the file's.
 
     No text is cut yet: the tokenizer's `truncation` has the side for who sets the length. Raises CheckpointError.
     """
-    given = given or {}
-    tokenizer = _read(folder, lowercase, given=given)
-    side = {**tokenizer_settings(folder), **given}.get("truncation_side")
+    overrides = overrides or {}
+    tokenizer = _read(folder, lowercase, overrides=overrides)
+    side = {**tokenizer_settings(folder), **overrides}.get("truncation_side")
     side = side or (tokenizer.truncation or {}).get("direction")
     if side not in (None, "left", "right"):
         raise CheckpointError(f"{folder / SETTINGS}: truncation_side is {reprlib.repr(side)}; it must be left or right")
@@ -62,18 +62,21 @@ def load_cutting_tokenizer(
 
 
 def _read(
-    folder: Path, lowercase: bool, form: NewVocabulary | None = None, given: Mapping[str, Any] = MappingProxyType({})
+    folder: Path,
+    lowercase: bool,
+    vocab_spec: NewVocabulary | None = None,
+    overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> Tokenizer:
     if (folder / "tokenizer.json").is_file():
-        tokenizer = _from_json(folder / "tokenizer.json", lowercase, given)
+        tokenizer = _from_json(folder / "tokenizer.json", lowercase, overrides)
     else:
         from fastbert.data.bare_tokenizer import read_bare  # here: few folders need it, and to import it takes time
 
-        form = form_of(folder, form)
-        form = form if form.bare else _BERT
-        if not all((folder / name).is_file() for name in form.bare):
-            raise CheckpointError(_nothing_to_read(folder, form))
-        tokenizer = read_bare(folder, form, lowercase, given)
+        vocab_spec = vocab_spec_of(folder, vocab_spec)
+        vocab_spec = vocab_spec if vocab_spec.bare else _BERT
+        if not all((folder / name).is_file() for name in vocab_spec.bare):
+            raise CheckpointError(_nothing_to_read(folder, vocab_spec))
+        tokenizer = read_bare(folder, vocab_spec, lowercase, overrides)
     tokenizer.no_padding()
     _check_unknown(tokenizer, folder)
     return tokenizer
@@ -87,23 +90,23 @@ def _check_unknown(tokenizer: Tokenizer, folder: Path) -> None:
         raise CheckpointError(f"{folder}: its tokenizer fails at what it does not know: {error}") from None
 
 
-def _nothing_to_read(folder: Path, form: NewVocabulary) -> str:
+def _nothing_to_read(folder: Path, vocab_spec: NewVocabulary) -> str:
     if (folder / "bpe_encoder.bin").is_file():
-        reason = f": bpe_encoder.bin is a pickle, which is never loaded; {' and '.join(form.bare)} hold the same"
+        reason = f": bpe_encoder.bin is a pickle, which is never loaded; {' and '.join(vocab_spec.bare)} hold the same"
     else:
-        found = ", ".join(path.name for path in files_of(folder))
+        others = ", ".join(path.name for path in files_of(folder))
         reason = "; with transformers installed, AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes a"
-        reason = f"{f' (but {found})' if found else ''}{reason} tokenizer.json"
-    return f"{folder} has neither tokenizer.json nor {' and '.join(form.bare)}{reason}"
+        reason = f"{f' (but {others})' if others else ''}{reason} tokenizer.json"
+    return f"{folder} has neither tokenizer.json nor {' and '.join(vocab_spec.bare)}{reason}"
 
 
-def _from_json(path: Path, lowercase: bool, given: Mapping[str, Any]) -> Tokenizer:
+def _from_json(path: Path, lowercase: bool, overrides: Mapping[str, Any]) -> Tokenizer:
     try:
         # from_file and from_str raise a bare Exception; from_buffer raises this.
         tokenizer = Tokenizer.from_buffer(path.read_bytes())
     except ValueError as error:
         raise CheckpointError(f"{path} is no tokenizer: {error}") from None
-    _follow(tokenizer, path.parent, given)
+    _follow(tokenizer, path.parent, overrides)
     if lowercase and not _lowers(json.loads(tokenizer.to_str())["normalizer"]):
         own = tokenizer.normalizer
         if isinstance(own, normalizers.BertNormalizer):  # by its own switch, which transformers reads, too
@@ -115,12 +118,12 @@ def _from_json(path: Path, lowercase: bool, given: Mapping[str, Any]) -> Tokeniz
     return tokenizer
 
 
-def _follow(tokenizer: Tokenizer, folder: Path, given: Mapping[str, Any]) -> None:
+def _follow(tokenizer: Tokenizer, folder: Path, overrides: Mapping[str, Any]) -> None:
     """Where tokenizer_config.json contradicts a BERT normalizer of tokenizer.json, it holds, as in transformers.
 
-    What is `given` holds instead of its entries.
+    `overrides` hold instead of its entries.
     """
-    normalizer, settings = tokenizer.normalizer, {**tokenizer_settings(folder), **given}
+    normalizer, settings = tokenizer.normalizer, {**tokenizer_settings(folder), **overrides}
     if not isinstance(normalizer, normalizers.BertNormalizer) or settings.get("tokenizer_class") in _GENERIC:
         return
     for name, attribute in _ATTRIBUTES.items():
@@ -136,13 +139,13 @@ def save_lowering(tokenizer: Tokenizer, folder: Path) -> None:
     files keep case, and stand in the folder. transformers reads no sentence_bert_config.json, and of classes that are
     not BERT's no normalizer: these keep case there. Raises OSError.
     """
-    made = Tokenizer.from_str(tokenizer.to_str())
-    made.no_truncation()
-    write_text(folder / "tokenizer.json", made.to_str(pretty=True))
+    copy = Tokenizer.from_str(tokenizer.to_str())
+    copy.no_truncation()
+    write_text(folder / "tokenizer.json", copy.to_str(pretty=True))
     if isinstance(
-        made.normalizer, normalizers.BertNormalizer
+        copy.normalizer, normalizers.BertNormalizer
     ):  # of which the settings may say something else: they hold
-        accents = made.normalizer.strip_accents
+        accents = copy.normalizer.strip_accents
         settings = {**tokenizer_settings(folder), "do_lower_case": True}
         settings |= {} if accents is None else {"strip_accents": accents}
         write_text(folder / SETTINGS, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
@@ -160,7 +163,7 @@ def _lowers(normalizer: dict[str, Any] | None) -> bool:
 def mask_token(folder: Path, tokenizer: Tokenizer) -> str | None:
     """The text of the tokenizer's mask token; None if it has none. Raises CheckpointError."""
     named = token_text(folder / SETTINGS, tokenizer_settings(folder), "mask_token")
-    for name in (named, form_of(folder).special.get("mask"), "[MASK]", "<mask>"):
+    for name in (named, vocab_spec_of(folder).special.get("mask"), "[MASK]", "<mask>"):
         if name is not None and tokenizer.token_to_id(name) is not None:
             return name
     return None

@@ -59,9 +59,9 @@ class Tokenized:
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         """What goes to the model of one sequence, int64 (tokens,) each."""
         i = range(len(self))[i]  # raises IndexError
-        place = slice(self.offsets[i], self.offsets[i + 1])
-        found = {"input_ids": self.ids[place].astype(np.int64)}
-        return found if self.types is None else found | {"token_type_ids": self.types[place].astype(np.int64)}
+        span = slice(self.offsets[i], self.offsets[i + 1])
+        fields = {"input_ids": self.ids[span].astype(np.int64)}
+        return fields if self.types is None else fields | {"token_type_ids": self.types[span].astype(np.int64)}
 
     def pack(self, indices: Iterable[int]) -> PackedInputs:
         return pack([self[i] for i in indices])
@@ -80,14 +80,14 @@ def tokenize(tokenizer: Tokenizer, inputs: Sequence[Text], *, with_types: bool) 
     ids, types, lengths, cut = [], [], list[int](), list[int]()
     longest = (tokenizer.truncation or {}).get("max_length")
     for group in groups(inputs, CHUNK_TEXTS):
-        made = encode(tokenizer, inputs[group])
-        cut += [i for i, one in enumerate(made, group.start) if len(one) == longest and one.overflowing]
-        sizes = [len(one) for one in made]
+        encodings = encode(tokenizer, inputs[group])
+        cut += [i for i, one in enumerate(encodings, group.start) if len(one) == longest and one.overflowing]
+        sizes = [len(one) for one in encodings]
         total = sum(sizes)
         lengths += sizes
-        ids.append(_flat((one.ids for one in made), np.int32, total))
+        ids.append(_flat((one.ids for one in encodings), np.int32, total))
         if with_types:
-            types.append(_flat((one.type_ids for one in made), np.uint8, total))
+            types.append(_flat((one.type_ids for one in encodings), np.uint8, total))
     return Tokenized(
         _joined(ids, np.zeros(0, np.int32)),
         _joined(types, np.zeros(0, np.uint8)) if with_types else None,
@@ -101,12 +101,12 @@ def tokenize_one(tokenizer: Tokenizer, one: Text, *, with_types: bool) -> Packed
     """The batch of one text, or of one pair: what Tokenized.pack makes of it, without what many of them need."""
     from fastbert.data.long_texts.pairs import encode
 
-    made = encode(tokenizer, [one])[0]
-    ids = made.ids
+    encoding = encode(tokenizer, [one])[0]
+    ids = encoding.ids
     # By NumPy: torch.tensor takes twice the time, 8 microseconds more where nothing is in a cache.
     fields: dict[str, Any] = {"input_ids": torch.from_numpy(np.array(ids, np.int64))}
     if with_types:
-        fields["token_type_ids"] = torch.from_numpy(np.array(made.type_ids, np.int64))
+        fields["token_type_ids"] = torch.from_numpy(np.array(encoding.type_ids, np.int64))
     fields["batch"] = _batch_of_one(len(ids))
     return PackedInputs(fields)
 
@@ -128,7 +128,7 @@ def _joined(parts: list[np.ndarray], empty: np.ndarray) -> np.ndarray:
 @torch.inference_mode()
 def run_batches(
     compute: Callable[[PackedInputs], Output],
-    made: Tokenized,
+    tokenized: Tokenized,
     device: torch.device,
     batch_tokens: int | None = None,
     batch_size: int | None = None,
@@ -144,12 +144,12 @@ def run_batches(
     the last ones depend on how many rows there are. `on_batch(sequences)` is called after each batch.
     """
     budget = batch_tokens or batch_tokens_of(device)
-    inputs = int(made.source[-1]) + 1 if len(made) else 0
-    cuts = np.searchsorted(made.source, range(0, inputs + share, share)).tolist() if share else [0, len(made)]
-    lengths = made.lengths
+    inputs = int(tokenized.source[-1]) + 1 if len(tokenized) else 0
+    cuts = np.searchsorted(tokenized.source, range(0, inputs + share, share)).tolist() if share else [0, len(tokenized)]
+    lengths = tokenized.lengths
     for start, stop in pairwise(cuts):
         for indices in token_batches(lengths[start:stop], budget, batch_size):
             places = start + np.array(indices)
-            batch = made.pack(places)
+            batch = tokenized.pack(places)
             yield places, compute(batch if device.type == "cpu" else batch.to(device))
             on_batch(len(indices))

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fastbert.config import EncoderConfig
-from fastbert.data.windows import Windows
+from fastbert.data.chunks import Windows
 from fastbert.errors import ConfigError
 from fastbert.files import read_json, write_text
 
@@ -23,7 +23,7 @@ _TASKS = {
 @dataclass(frozen=True)
 class Usage:
     """task: as --task. text_columns: of the training data; empty: not known. max_length: tokens of a sequence. stride:
-    tokens by which windows of a longer one overlap. no_answer: of questions, whether there may be none. windows: of
+    tokens by which chunks of a longer one overlap. no_answer: of questions, whether there may be none. windows: of
     classification, whether a longer text is read in windows.
     """
 
@@ -56,11 +56,11 @@ def read_usage(folder: Path, source: str) -> Usage:
         )
     if not (folder / FILE).is_file():
         return Usage(task)
-    found = read_json(folder / FILE, ConfigError)
+    entries = read_json(folder / FILE, ConfigError)
     try:
-        usage = Usage(**{**found, "text_columns": tuple(found["text_columns"])})
+        usage = Usage(**{**entries, "text_columns": tuple(entries["text_columns"])})
     except (TypeError, KeyError):
-        raise ConfigError(f"{folder / FILE} is damaged: it has {', '.join(found)}") from None
+        raise ConfigError(f"{folder / FILE} is damaged: it has {', '.join(entries)}") from None
     if usage.task != task:
         raise ConfigError(f"{folder / FILE} says {usage.task!r}, and config.json {', '.join(named)}")
     return usage

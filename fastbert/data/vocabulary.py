@@ -25,9 +25,9 @@ from fastbert.checkpoint.tokenizer_files import (
     SETTINGS,
     copy_tokenizer,
     files_of,
-    form_of,
     gives_types,
     tokenizer_settings,
+    vocab_spec_of,
 )
 from fastbert.data.bare_tokenizer import put_around
 from fastbert.data.sources import Source, check_columns, check_texts, import_datasets, load_source
@@ -46,13 +46,13 @@ _SPECIAL = {"pad": ("[PAD]", "<pad>"), "cls": ("[CLS]", "<s>"), "sep": ("[SEP]",
 class Vocabulary:
     """A tokenizer, and the files that it is saved as. folder: where these are; None: they are written anew.
 
-    form: of the model's family, where the folder does not say what that is.
+    vocab_spec: of the model's family, where the folder does not say what that is.
     """
 
     tokenizer: Tokenizer
     folder: Path | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)  # tokenizer_config.json of a new one
-    form: NewVocabulary | None = None
+    vocab_spec: NewVocabulary | None = None
 
     @property
     def size(self) -> int:
@@ -64,14 +64,14 @@ class Vocabulary:
         """Whether a model beside its files is told, by transformers' tokenizer, which token is of which text."""
         if self.folder is None:
             return "token_type_ids" in self.settings.get("model_input_names", ("token_type_ids",))
-        return gives_types(self.folder, self.form)
+        return gives_types(self.folder, self.vocab_spec)
 
     def id_of(self, role: str) -> int | None:
         """Of a special token: "cls", "pad", ... None: there is none."""
         known = self.settings if self.folder is None else tokenizer_settings(self.folder)
         entry = known.get(f"{role}_token")
         named = entry.get("content") if isinstance(entry, dict) else entry
-        usual = None if self.folder is None else form_of(self.folder, self.form).special.get(role)
+        usual = None if self.folder is None else vocab_spec_of(self.folder, self.vocab_spec).special.get(role)
         texts = (text for text in (named, usual, *_SPECIAL.get(role, ())) if isinstance(text, str))
         ids = map(self.tokenizer.token_to_id, texts)
         return next((i for i in ids if i is not None), None)
@@ -87,9 +87,9 @@ class Vocabulary:
             write_text(folder / name, text)
 
 
-def read_vocabulary(folder: Path, form: NewVocabulary | None = None) -> Vocabulary:
-    """Of a folder, as it is; `form`: see `load_tokenizer`. Raises CheckpointError."""
-    return Vocabulary(load_tokenizer(folder, form=form), folder, form=form)
+def read_vocabulary(folder: Path, vocab_spec: NewVocabulary | None = None) -> Vocabulary:
+    """Of a folder, as it is; `vocab_spec`: see `load_tokenizer`. Raises CheckpointError."""
+    return Vocabulary(load_tokenizer(folder, vocab_spec=vocab_spec), folder, vocab_spec=vocab_spec)
 
 
 def has_vocabulary(folder: Path) -> bool:

@@ -20,12 +20,12 @@ from fastbert.layers.leaves import get_leaf
 
 def run(tree: Tree, inputs: EncoderInputs, wanted: Wanted = NOTHING_ELSE) -> EncoderOutput:
     """A forward pass of checked inputs."""
-    found = None
+    output = None
     if wanted.is_of_layers:
         tree.note(WHOLE, "what layers give is wanted, too")
     elif not tree.was_refused:
-        found = at_once(tree, PackedIds.of_inputs(inputs), wanted.pooler)
-    return Steps(tree, inputs, wanted).run() if found is None else found
+        output = at_once(tree, PackedIds.of_inputs(inputs), wanted.pooler)
+    return Steps(tree, inputs, wanted).run() if output is None else output
 
 
 def at_once(
@@ -44,19 +44,19 @@ def at_once(
         tree.note(WHOLE, f"{tree.config.embeddings.word} is called")
         return None
 
-    def look() -> ops.EncoderOperands | str:
+    def find_operands() -> ops.EncoderOperands | str:
         held = tree.snapshot().encoder(tree.root)
         return held if isinstance(held, str) else ops.EncoderOperands(held, tree.infers)
 
-    call: Any = ops.try_fused("encoder", word, look)
+    call: Any = ops.try_fused("encoder", word, find_operands)
     if isinstance(call, str):
         tree.note(WHOLE, call)
         return None
-    given = ids.input_ids, ids.token_type_ids, ids.position_ids, ids.batch.cu_seqlens
+    arguments = ids.input_ids, ids.token_type_ids, ids.position_ids, ids.batch.cu_seqlens
     try:
-        made, pooled = call(*given, pooling, normalizes, pools)
+        packed, pooled = call(*arguments, pooling, normalizes, pools)
     except IndexError:
         tree.note(WHOLE, "an id is in no table, a text is too long, or tensors have several dtypes")
         return None
     tree.calls.ways = {WHOLE: ""}  # no trace comes here
-    return EncoderOutput(made, pooled=pooled)
+    return EncoderOutput(packed, pooled=pooled)

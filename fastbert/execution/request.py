@@ -101,8 +101,8 @@ class EncoderOutput(NamedTuple):
 
     def extras(self) -> dict[str, tuple[torch.Tensor, ...]]:
         """`hidden_states` and `attentions`, as far as it has them."""
-        found = {"hidden_states": self.hidden_states, "attentions": self.probs}
-        return {name: tensors for name, tensors in found.items() if tensors is not None}
+        fields = {"hidden_states": self.hidden_states, "attentions": self.probs}
+        return {name: tensors for name, tensors in fields.items() if tensors is not None}
 
 
 class PackedIds:
@@ -138,13 +138,13 @@ class PackedIds:
         return cls(batch, packed["input_ids"], types)
 
     @classmethod
-    def of_grid(cls, given: ModelInputs, has_types: bool, has_padding: bool | None) -> PackedIds | None:
+    def of_grid(cls, inputs: ModelInputs, has_types: bool, has_padding: bool | None) -> PackedIds | None:
         """Those of padded ids without padding, as one text has none; None where there is more, or something to check.
 
         has_padding: of the mask, as `padding_in` has it.
         """
-        ids, types = given.input_ids, given.token_type_ids
-        others = (given.position_ids, given.inputs_embeds, given.cu_seqlens, given.batch, given.task_type_ids)
+        ids, types = inputs.input_ids, inputs.token_type_ids
+        others = (inputs.position_ids, inputs.inputs_embeds, inputs.cu_seqlens, inputs.batch, inputs.task_type_ids)
         if has_padding is not False or any([t is not None for t in others]) or not _is_grid(ids) or not ids.numel():
             return None
         if types is not None:

@@ -1,5 +1,5 @@
 """What is in a model's tree: what its layers, and all of it, run on as one op, or why not. It is read once, and again
-when a fingerprint says that the tree has changed.
+when a guard says that the tree has changed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from fastbert.config import EncoderConfig
 from fastbert.families.schema import Scopes
 from fastbert.layer_spec import LayerSpec
 from fastbert.layers.embeddings import is_lookup
-from fastbert.layers.fingerprint import ModuleFingerprint
-from fastbert.layers.leaves import get_leaf, is_called, is_linear, norm_kind, norm_weights, parent_of, weights_of
+from fastbert.layers.guard import ModuleGuard
+from fastbert.layers.leaves import get_leaf, is_called, is_linear, norm_type_of, norm_weights, parent_of, weights_of
 from fastbert.layers.operands import layer_operands, watch_layers
 
 # Layers [first, end) as one op: first, end, the norm behind them, whether the op has a backward, whether it is causal.
@@ -80,7 +80,7 @@ def _encoder_of(root: nn.Module, config: EncoderConfig, layer_type: type[nn.Modu
             return f"{path} is called"
         tables[role] = None if leaf is None else leaf.weight
     norm = None if names.norm is None else get_leaf(root, names.norm)
-    if norm is not None and norm_kind(norm) != "layer":
+    if norm is not None and norm_type_of(norm) != "layer":
         return f"{names.norm} is no plain LayerNorm"
     weight, bias, eps = (None, None, 0.0) if norm is None else norm_weights(norm)
     first = None
@@ -125,18 +125,18 @@ def _containers(root: nn.Module, scopes: Scopes) -> list[str]:
     return list(dict.fromkeys(path for path in (scopes.embeddings, encoder, *scopes.groups) if path is not None))
 
 
-def fingerprint_of(root: nn.Module, config: EncoderConfig, hooks: Sequence[str]) -> ModuleFingerprint:
+def guard_of(root: nn.Module, config: EncoderConfig, hooks: Sequence[str]) -> ModuleGuard:
     """All by which a Snapshot of a tree of ours goes. Raises KeyError, AttributeError: a leaf is not there any more."""
     names, path = config.embeddings, config.family.pooler
-    fingerprint = ModuleFingerprint(root)
-    fingerprint.hold(root.__dict__, "training")
-    fingerprint.watch_children(root)
+    guard = ModuleGuard(root)
+    guard.hold(root.__dict__, "training")
+    guard.watch_children(root)
     watched: list[str | None] = [*_containers(root, config.scopes), names.word, names.position, names.token_type]
     watched += [names.norm, config.family.final_norm]
     if path is not None and root._modules.get(path.partition(".")[0]) is not None:
         watched += [*_above(path), path]
     for path in filter(None, watched):
-        fingerprint.watch_path(root, path)
-        fingerprint.watch(get_leaf(root, path), hooks)
-    watch_layers(fingerprint, root, config.layer_paths, config.layer_specs, True, hooks)
-    return fingerprint
+        guard.watch_path(root, path)
+        guard.watch(get_leaf(root, path), hooks)
+    watch_layers(guard, root, config.layer_paths, config.layer_specs, True, hooks)
+    return guard

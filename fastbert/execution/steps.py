@@ -126,11 +126,11 @@ class Steps:
             if first in self.wanted.hidden_states:
                 x = self._keep(x)
             end = self._end_of_stretch(first, last) if as_one_op else first + 1
-            made = None
+            result = None
             if as_one_op and (end - first > 1 or not self.marked):  # each alone would take as long to ask
-                made = self._as_one_op(first, end, x)
-            if made is not None:
-                x, has_ended = made
+                result = self._as_one_op(first, end, x)
+            if result is not None:
+                x, has_ended = result
             else:
                 for i in range(first, end):
                     x = self._layer(i, x)
@@ -162,7 +162,7 @@ class Steps:
 
     def _ops_for(self, paths: Sequence[str]) -> list[str]:
         """The ops that may serve, the one for inference first."""
-        found = [] if self.root.training else ["encoder_layers"]
+        candidates = [] if self.root.training else ["encoder_layers"]
         if not torch.is_grad_enabled():
             reason = "it is in training mode, and gradients are off"
         elif len(set(paths)) < len(paths):  # ALBERT: a gradient for each time would lie there at once
@@ -170,18 +170,18 @@ class Steps:
         elif torch.distributed.is_available() and torch.distributed.is_initialized():
             reason = "gradients of a layer are sent while those of the layers below it are computed"
         else:
-            return [*found, "encoder_layers_recomputing" if self.tree.recomputes else "encoder_layers_training"]
+            return [*candidates, "encoder_layers_recomputing" if self.tree.recomputes else "encoder_layers_training"]
         self.tree.note(LAYERS, reason)
-        return found
+        return candidates
 
     def _layer(self, i: int, x: torch.Tensor) -> torch.Tensor:
         spec, leaves, wants_probs = self.specs[i], get_leaf(self.root, self.paths[i]), i in self.wanted.probs
         if self.wanted.ends_with_probs(i, self.num_layers) and not _is_watched(leaves, spec):
             self.probs.append(run_probs(leaves, spec, x, self.context))
             return x
-        out, found = self.tree.run_layer(leaves, spec, x, self.context, wants_probs)
-        if found is not None:
-            self.probs.append(found)
+        out, probs = self.tree.run_layer(leaves, spec, x, self.context, wants_probs)
+        if probs is not None:
+            self.probs.append(probs)
         if spec.after is None:
             return out
         return run_convolution(self.root, spec.after, x, out, self.context, self.tree.is_ours)

@@ -11,12 +11,12 @@ from torch import nn
 from fastbert import ops
 from fastbert.config import EncoderConfig
 from fastbert.execution.calls import WHOLE, Calls
-from fastbert.execution.snapshot import Snapshot, Stretch, fingerprint_of
+from fastbert.execution.snapshot import Snapshot, Stretch, guard_of
 from fastbert.families.schema import Scopes
 from fastbert.layer_spec import LayerSpec
 from fastbert.layers.context import LayerContext
 from fastbert.layers.encoder import EncoderLayer, call_checkpointed
-from fastbert.layers.fingerprint import TreeCache
+from fastbert.layers.guard import TreeCache
 from fastbert.layers.leaves import FORWARD_HOOKS, HOOKS
 from fastbert.layers.operands import layer_operands
 
@@ -92,17 +92,17 @@ class OwnTree(Tree):
 
     def snapshot(self) -> Snapshot:
         if self._snapshot is None:
-            self._snapshot = snapshots.get(self.root, (self.config, self._records)) or self._look()
+            self._snapshot = snapshots.get(self.root, (self.config, self._records)) or self._take_snapshot()
         return self._snapshot
 
-    def _look(self) -> Snapshot:
-        made = Snapshot(self.running_config, EncoderLayer)
+    def _take_snapshot(self) -> Snapshot:
+        snapshot = Snapshot(self.running_config, EncoderLayer)
         try:
-            fingerprint = fingerprint_of(self.root, made.config, HOOKS if self._records else FORWARD_HOOKS)
+            guard = guard_of(self.root, snapshot.config, HOOKS if self._records else FORWARD_HOOKS)
         except (KeyError, AttributeError):  # a leaf is not there any more, as what calls it will say
-            return made
-        snapshots.put(self.root, (self.config, self._records), fingerprint, made)
-        return made
+            return snapshot
+        snapshots.put(self.root, (self.config, self._records), guard, snapshot)
+        return snapshot
 
     def run_layer(
         self, layer: nn.Module, spec: LayerSpec, x: torch.Tensor, context: LayerContext, wants_probs: bool

@@ -22,7 +22,7 @@ _QKV = "attention.self.in_proj"
 
 def _spec(config: Any, depth: int) -> LayerSpec:
     checked_widths(config)
-    count, dropout, found = config.num_attention_heads, config.hidden_dropout_prob, terms(config)
+    count, dropout, score_terms = config.num_attention_heads, config.hidden_dropout_prob, terms(config)
     width, is_relative = config.hidden_size // count, config.relative_attention
     names = LayerNames(
         query=_QKV,
@@ -31,8 +31,8 @@ def _spec(config: Any, depth: int) -> LayerSpec:
         per_head=True,
         query_bias="attention.self.q_bias",
         value_bias="attention.self.v_bias",
-        relative_key="attention.self.pos_proj" if is_relative and "c2p" in found else None,
-        relative_query="attention.self.pos_q_proj" if is_relative and "p2c" in found else None,
+        relative_key="attention.self.pos_proj" if is_relative and "c2p" in score_terms else None,
+        relative_query="attention.self.pos_q_proj" if is_relative and "p2c" in score_terms else None,
         order=(
             *("query", "relative_key", "relative_query", "attention_output", "attention_norm"),
             *("up", "down", "feed_forward_norm"),
@@ -44,7 +44,7 @@ def _spec(config: Any, depth: int) -> LayerSpec:
             count,
             count,
             width,
-            softmax_scale=(width * (1 + len(found))) ** -0.5,
+            softmax_scale=(width * (1 + len(score_terms))) ** -0.5,
             dropout=config.attention_probs_dropout_prob,
             position=Disentangled("encoder.rel_embeddings", span_of(config)) if is_relative else None,
             relative_dropout=dropout,

@@ -30,20 +30,20 @@ _QKV = ("query", "key", "value")
 
 
 def _norms_table(config: Any) -> bool:
-    kinds = config.norm_rel_ebd
-    found = [kind.strip() for kind in kinds.lower().split("|")] if isinstance(kinds, str) else None
-    if found is None or not all(kind in ("none", "layer_norm") for kind in found):
-        raise Invalid("norm_rel_ebd", kinds, "none or layer_norm")
-    if "layer_norm" in found and not config.relative_attention:
-        raise Invalid("norm_rel_ebd", kinds, "none where relative_attention is false, and there is no table")
-    return "layer_norm" in found
+    value = config.norm_rel_ebd
+    norm_types = [name.strip() for name in value.lower().split("|")] if isinstance(value, str) else None
+    if norm_types is None or not all(name in ("none", "layer_norm") for name in norm_types):
+        raise Invalid("norm_rel_ebd", value, "none or layer_norm")
+    if "layer_norm" in norm_types and not config.relative_attention:
+        raise Invalid("norm_rel_ebd", value, "none where relative_attention is false, and there is no table")
+    return "layer_norm" in norm_types
 
 
 def _spec(config: Any, depth: int) -> LayerSpec:
     checked_widths(config)
     count, dropout = config.num_attention_heads, config.hidden_dropout_prob
-    width, found = config.hidden_size // count, terms(config)
-    kinds, norms_table = {"c2p", "p2c"}.intersection(found), _norms_table(config)
+    width, score_terms = config.hidden_size // count, terms(config)
+    used_terms, norms_table = {"c2p", "p2c"}.intersection(score_terms), _norms_table(config)
     position, key, query = None, None, None
     if config.relative_attention:
         buckets, longest = config.position_buckets, span_of(config)
@@ -61,8 +61,8 @@ def _spec(config: Any, depth: int) -> LayerSpec:
         query="attention.self.query_proj",
         key="attention.self.key_proj",
         value="attention.self.value_proj",
-        relative_key=key if "c2p" in kinds else None,
-        relative_query=query if "p2c" in kinds else None,
+        relative_key=key if "c2p" in used_terms else None,
+        relative_query=query if "p2c" in used_terms else None,
         order=(
             *(*_QKV, "relative_key", "relative_query", "attention_output", "attention_norm"),
             *("up", "down", "feed_forward_norm"),
@@ -81,7 +81,7 @@ def _spec(config: Any, depth: int) -> LayerSpec:
             count,
             count,
             width,
-            softmax_scale=(width * (1 + len(kinds))) ** -0.5,
+            softmax_scale=(width * (1 + len(used_terms))) ** -0.5,
             dropout=config.attention_probs_dropout_prob,
             position=position,
             relative_dropout=dropout,

@@ -1,4 +1,4 @@
-"""What DeBERTa's versions have in common: the form of their configs and heads (He et al. 2021, "DeBERTa")."""
+"""What DeBERTa's versions have in common: the fields of their configs, and their heads (He et al. 2021, "DeBERTa")."""
 
 from typing import Any
 
@@ -21,12 +21,12 @@ def terms(config: Any) -> list[str]:
     """The terms of the scores that depend on a distance, as the config names them: c2p, p2c. Without relative attention
     there are none, whatever the names are; of DeBERTa's first version their number still scales the scores.
     """
-    given = config.pos_att_type
-    found = [name.strip() for name in given.lower().split("|")] if isinstance(given, str) else given or []
-    known = ("c2p", "p2c") if config.relative_attention else found
-    if not isinstance(found, (list, tuple)) or not all(isinstance(name, str) and name in known for name in found):
-        raise Invalid("pos_att_type", given, "a list of c2p and p2c, or null")
-    return list(found)
+    value = config.pos_att_type
+    names = [name.strip() for name in value.lower().split("|")] if isinstance(value, str) else value or []
+    known = ("c2p", "p2c") if config.relative_attention else names
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and name in known for name in names):
+        raise Invalid("pos_att_type", value, "a list of c2p and p2c, or null")
+    return list(names)
 
 
 def checked_widths(config: Any) -> None:
@@ -44,8 +44,8 @@ def checked_widths(config: Any) -> None:
 
 def span_of(config: Any) -> int:
     """How far a distance is counted: transformers takes max_position_embeddings where the config has none."""
-    given = config.max_relative_positions
-    return config.max_position_embeddings if given < 1 else given
+    span = config.max_relative_positions
+    return config.max_position_embeddings if span < 1 else span
 
 
 def embeddings_of(config: Any) -> Embeddings:

@@ -1,6 +1,6 @@
-"""Megatron-BERT (Shoeybi et al. 2019, section 3): BERT with its norms before each half of a layer.
+"""Megatron-BERT (Shoeybi et al. 2019, section 3): BERT with its norms before each sublayer.
 
-Pre-norm (Xiong et al. 2020) normalises before each half of a layer and once at the end, so that even tiny models train
+Pre-norm (Xiong et al. 2020) normalises before each sublayer and once at the end, so that even tiny models train
 without warm-up: fastbert.baby_config is one.
 """
 

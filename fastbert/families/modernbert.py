@@ -40,16 +40,16 @@ def _layer_types(config: Any) -> list[str]:
     types, every, count = config.layer_types, config.global_attn_every_n_layers, config.num_hidden_layers
     if types is None:
         return ["sliding_attention" if i % every else "full_attention" for i in range(max(count, 1))]
-    if not isinstance(types, (list, tuple)) or len(types) < count or not all(kind in list(_THETAS) for kind in types):
+    if not isinstance(types, (list, tuple)) or len(types) < count or not all(name in list(_THETAS) for name in types):
         raise Invalid("layer_types", types, f"a list of {count} or more of {', '.join(_THETAS)}")
     return list(types)
 
 
 def _spec(config: Any, depth: int) -> LayerSpec:
-    kind, half = _layer_types(config)[depth], config.local_attention // 2
+    layer_type, half = _layer_types(config)[depth], config.local_attention // 2
     width, count = config.hidden_size, config.num_attention_heads
-    position = rotary(config, width // count, _THETAS, kind, hf_frequencies=f"rotary_emb.{kind}_inv_freq")
-    window = (half, half) if kind == "sliding_attention" else (-1, -1)
+    position = rotary(config, width // count, _THETAS, layer_type, hf_frequencies=f"rotary_emb.{layer_type}_inv_freq")
+    window = (half, half) if layer_type == "sliding_attention" else (-1, -1)
     dropout = config.attention_probs_dropout_prob
     biases = ("query", "key", "value", "attention_output") if config.attention_bias else ()
     return LayerSpec(
@@ -71,13 +71,13 @@ def _upgrade_config(entries: dict[str, Any]) -> dict[str, Any]:
     rope, scaling = entries.get("rope_parameters") or {}, entries.pop("rope_scaling", None) or {}
     if not isinstance(rope, dict) or not isinstance(scaling, dict):
         return {**entries, "rope_parameters": rope if scaling == {} else scaling}  # which `_spec` refuses
-    made = dict(rope)
-    for kind, name in zip(_THETAS, ("global_rope_theta", "local_rope_theta"), strict=True):
-        given, theta = rope.get(kind), entries.pop(name, None)
-        given = {"rope_type": "default"} if given is None else given
-        others = {"rope_theta": _THETAS[kind] if theta is None else theta}
-        made[kind] = {**others, **given, **scaling} if isinstance(given, dict) else given
-    return {**entries, "rope_parameters": made}
+    merged = dict(rope)
+    for layer_type, name in zip(_THETAS, ("global_rope_theta", "local_rope_theta"), strict=True):
+        entry, theta = rope.get(layer_type), entries.pop(name, None)
+        entry = {"rope_type": "default"} if entry is None else entry
+        others = {"rope_theta": _THETAS[layer_type] if theta is None else theta}
+        merged[layer_type] = {**others, **entry, **scaling} if isinstance(entry, dict) else entry
+    return {**entries, "rope_parameters": merged}
 
 
 _HEAD: dict[str, Any] = {"dense": "head.dense", "dense_bias": FromConfig("classifier_bias"), "norm": "head.norm"}

@@ -1,4 +1,4 @@
-"""RoBERTa-PreLayerNorm (Ott et al. 2019, "fairseq"): RoBERTa with its norms before each half of a layer."""
+"""RoBERTa-PreLayerNorm (Ott et al. 2019, "fairseq"): RoBERTa with its norms before each sublayer."""
 
 from fastbert.families.schema import (
     ROBERTA_TOKENS,

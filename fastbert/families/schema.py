@@ -1,4 +1,4 @@
-"""The form that a family's file fills in: plain data in dataclasses, without torch.
+"""The schema of a family's file: plain data in dataclasses, without torch.
 
 A default is BERT's (Devlin et al. 2018), so a file says what is different. What depends on a config's values is a
 `FromConfig`, which names the field, or a small named function over the config.
@@ -178,11 +178,11 @@ def heads(
     **others: Head,
 ) -> dict[str, Head]:
     """The heads that nearly every family has, by the names that transformers' classes end in, and `others`."""
-    made: dict[str, Head] = {"MaskedLM": masked_lm, **others}
-    made |= {"SequenceClassification": sequence, "TokenClassification": tokens}
+    by_name: dict[str, Head] = {"MaskedLM": masked_lm, **others}
+    by_name |= {"SequenceClassification": sequence, "TokenClassification": tokens}
     if answers is not None:
-        made["QuestionAnswering"] = answers
-    return made if choice is None else {**made, "MultipleChoice": choice}
+        by_name["QuestionAnswering"] = answers
+    return by_name if choice is None else {**by_name, "MultipleChoice": choice}
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -278,14 +278,14 @@ class Derived(NamedTuple):
     distances: Distances | None  # None: nothing goes by the distance of two tokens
     scopes: Scopes
 
-    def with_dropouts(self, config: Any, found: Mapping[tuple[str, str], float]) -> Derived:
+    def with_dropouts(self, config: Any, rates: Mapping[tuple[str, str], float]) -> Derived:
         """EncoderConfig.with_dropouts."""
         specs = list(self.layer_specs)
         for i, (path, spec) in enumerate(zip(self.layer_paths, specs, strict=True)):
-            now = {role: found.get(("" if role == "after" else path, role), p) for role, p in spec.dropouts.items()}
+            now = {role: rates.get(("" if role == "after" else path, role), p) for role, p in spec.dropouts.items()}
             specs[i] = spec if now == spec.dropouts else spec.with_dropouts(now)
         p = value_of(self.embeddings.dropout, config)
-        now_p = found.get(("", "embeddings"), p)
+        now_p = rates.get(("", "embeddings"), p)
         embeddings = self.embeddings if now_p == p else replace(self.embeddings, dropout=now_p)
         return self._replace(embeddings=embeddings, layer_specs=tuple(specs))
 
@@ -360,9 +360,9 @@ class Family:
 
     def layer_specs(self, config: Any) -> tuple[LayerSpec, ...]:
         """What the layers compute, one spec a depth; those that are alike are one object."""
-        made: dict[LayerSpec, LayerSpec] = {}
+        unique: dict[LayerSpec, LayerSpec] = {}
         specs = (self.layer_spec(config, depth) for depth in range(len(self.layer_paths(config))))
-        return tuple(made.setdefault(spec, spec) for spec in specs)
+        return tuple(unique.setdefault(spec, spec) for spec in specs)
 
     def path_of_layer(self, config: Any, i: int) -> str:
         """The path of the layer that comes i-th in the tree."""
@@ -389,10 +389,10 @@ class Family:
     def derive(self, config: Any) -> Derived:
         """Worked out once for a config: a model looks at it in every call."""
         embeddings, paths, specs = self.embedding_spec(config), self.layer_paths(config), self.layer_specs(config)
-        kinds = dict.fromkeys(spec.attention for spec in specs)
-        rotaries = dict.fromkeys(kind.rotary for kind in kinds if kind.rotary is not None)
-        relatives = dict.fromkeys(kind.relative for kind in kinds if kind.relative is not None)
-        has_windows = any(kind.window_size != (-1, -1) for kind in kinds)
+        attentions = dict.fromkeys(spec.attention for spec in specs)
+        rotaries = dict.fromkeys(attn.rotary for attn in attentions if attn.rotary is not None)
+        relatives = dict.fromkeys(attn.relative for attn in attentions if attn.relative is not None)
+        has_windows = any(attn.window_size != (-1, -1) for attn in attentions)
         distances = Distances(tuple(rotaries), has_windows, tuple(relatives))
         layers = self.path_of_layer(config, 0).partition(".0")[0]
         encoder = layers.partition(".")[0] if "." in layers else None

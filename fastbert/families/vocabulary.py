@@ -1,4 +1,4 @@
-"""The part of the form that says what a family's tokens are: of a new vocabulary, and of one in bare files."""
+"""The part of the schema that says what a family's tokens are: of a new vocabulary, and of one in bare files."""
 
 from __future__ import annotations
 

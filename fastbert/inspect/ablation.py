@@ -64,10 +64,10 @@ def measure_without_each_head(model: PreTrainedModel, measure: Callable[[], floa
     """
     config = model.base_model.running_config
     paths = config.layer_paths
-    found = torch.zeros(len(paths), config.num_attention_heads, dtype=torch.float64)
+    values = torch.zeros(len(paths), config.num_attention_heads, dtype=torch.float64)
     for path in dict.fromkeys(paths):
         layers = [i for i, other in enumerate(paths) if other == path]
         for head in range(config.num_attention_heads):
             with without_heads(model, dict.fromkeys(layers, (head,))):
-                found[layers, head] = measure()
-    return found
+                values[layers, head] = measure()
+    return values

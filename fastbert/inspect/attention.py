@@ -99,18 +99,18 @@ def _lengths_of_values(
     base: EncoderModel, path: str, spec: LayerSpec, x: torch.Tensor, context: LayerContext
 ) -> torch.Tensor:
     """The norm of what each head would add to a token that looks at one alone: (total_tokens, heads), float32."""
-    layer, form = get_leaf(base, path), spec.attention
+    layer, attn = get_leaf(base, path), spec.attention
     x = attention_input(layer, spec, x)
-    v = queries_keys_values(layer, spec, x, context)[2].repeat_interleave(form.num_heads // form.num_kv_heads, 1)
-    leaf, found = get_leaf(layer, spec.names.attention_output), []
-    for head in range(form.num_heads):
+    v = queries_keys_values(layer, spec, x, context)[2].repeat_interleave(attn.num_heads // attn.num_kv_heads, 1)
+    leaf, norms = get_leaf(layer, spec.names.attention_output), []
+    for head in range(attn.num_heads):
         alone = torch.zeros_like(v)
         alone[:, head] = v[:, head]
-        made, bias = projection(leaf, alone.flatten(1))
+        output, bias = projection(leaf, alone.flatten(1))
         if bias is None:  # a leaf that was called has added its own
-            made = made - projection(leaf, torch.zeros_like(alone.flatten(1)))[0]
-        found.append(torch.linalg.vector_norm(made.float(), dim=-1))
-    return torch.stack(found, -1)
+            output = output - projection(leaf, torch.zeros_like(alone.flatten(1)))[0]
+        norms.append(torch.linalg.vector_norm(output.float(), dim=-1))
+    return torch.stack(norms, -1)
 
 
 @dataclass(frozen=True)
@@ -145,15 +145,15 @@ class _Asked:
         """By text; each column times `lengths`, of each layer (total_tokens, heads), where these are given."""
         ends, heads = inputs.batch.cu_seqlens.tolist(), torch.tensor(self.heads, device=self.base.device)
         has_all = self.heads == tuple(range(self.base.running_config.num_attention_heads))
-        found = []
+        weights = []
         for i, (start, end) in enumerate(pairwise(ends)):
             of_layers = [probs[i, :, : end - start, : end - start].float() for probs in output.probs or ()]
             if lengths is not None:
                 of_layers = [a * n[start:end].t()[:, None] for a, n in zip(of_layers, lengths, strict=True)]
             of_heads = of_layers if has_all else [a.index_select(0, heads) for a in of_layers]
             # Of one text and one layer these are what the layer has made: 16 MB for BERT-large and 512 tokens.
-            found.append(of_heads[0][None] if len(of_heads) == len(ends) - 1 == 1 else torch.stack(of_heads))
-        return AttentionMaps(self.layers, self.heads, tuple(found))
+            weights.append(of_heads[0][None] if len(of_heads) == len(ends) - 1 == 1 else torch.stack(of_heads))
+        return AttentionMaps(self.layers, self.heads, tuple(weights))
 
 
 def numbers_of(what: str, asked: Iterable[int] | None, count: int) -> tuple[int, ...]:

@@ -48,8 +48,8 @@ def similarity(vector: torch.Tensor, pool: Callable[[torch.Tensor, torch.Tensor]
     """
 
     def score(output: ModelOutput, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        made = pool(output["last_hidden_state"], cu_seqlens)
-        return torch.nn.functional.cosine_similarity(made.float(), vector.float()[None])
+        pooled = pool(output["last_hidden_state"], cu_seqlens)
+        return torch.nn.functional.cosine_similarity(pooled.float(), vector.float()[None])
 
     return score
 
@@ -65,13 +65,13 @@ def _texts_to_embed(model: PreTrainedModel, batch: PackedInputs) -> PackedTexts:
 
 def _scores(target: Target | int, output: ModelOutput, cu_seqlens: torch.Tensor) -> torch.Tensor:
     """(texts,); a number stands for its `label`."""
-    found = (label(target) if isinstance(target, int) else target)(output, cu_seqlens.long())
+    scores = (label(target) if isinstance(target, int) else target)(output, cu_seqlens.long())
     texts = cu_seqlens.shape[0] - 1
-    if found.shape != (texts,):
+    if scores.shape != (texts,):
         raise InputError(
-            f"target gives shape {tuple(found.shape)} for {texts} texts; it must be ({texts},), a number for each text"
+            f"target gives shape {tuple(scores.shape)} for {texts} texts; it must be ({texts},), a number for each text"
         )
-    return found
+    return scores
 
 
 @dataclass(frozen=True)
@@ -187,9 +187,9 @@ def attention_relevance(model: nn.Module, batch: PackedInputs, target: Target | 
     texts = _texts_to_embed(model, batch)
     lengths = texts.lengths
     of_texts = [i for i, length in enumerate(lengths) if length]
-    found = [torch.zeros(length, length, device=texts.ids.device) for length in lengths]
+    matrices = [torch.zeros(length, length, device=texts.ids.device) for length in lengths]
     if not of_texts:
-        return found
+        return matrices
     with frozen(model):
         places = texts.places(of_texts)
         embeds = model.get_input_embeddings()(texts.ids[places]).detach().requires_grad_()
@@ -202,5 +202,5 @@ def attention_relevance(model: nn.Module, batch: PackedInputs, target: Target | 
         relevance = torch.eye(lengths[i], device=texts.ids.device)
         for layer in mixed:
             relevance = relevance + layer[row, : lengths[i], : lengths[i]] @ relevance
-        found[i] = relevance
-    return found
+        matrices[i] = relevance
+    return matrices

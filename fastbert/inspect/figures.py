@@ -21,8 +21,8 @@ def draw_attention(path: str | os.PathLike[str], tokens: Sequence[str], maps: At
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    kind = Path(path).suffix.removeprefix(".")
-    if kind not in ("png", "svg"):
+    file_format = Path(path).suffix.removeprefix(".")
+    if file_format not in ("png", "svg"):
         raise ValueError(f"{path}: the name must end in .png or .svg")
     weights = maps[text].cpu()
     if weights.shape[-1] != len(tokens) or not tokens:
@@ -46,4 +46,4 @@ def draw_attention(path: str | os.PathLike[str], tokens: Sequence[str], maps: At
                 axes.set_xticks(range(len(tokens)), names, rotation=90, fontsize=8)
                 axes.set_yticks(range(len(tokens)), names, fontsize=8)
     with writing(Path(path)) as new:
-        figure.savefig(new, dpi=150, format=kind)
+        figure.savefig(new, dpi=150, format=file_format)

@@ -61,29 +61,29 @@ def token_log_probs(
         raise InputError(f"words has {[len(of_text) for of_text in words]} tokens for texts of {lengths}")
     skipped, wanted = frozenset(skipped_ids), Wanted(is_causal=causal)
     rows = [
-        (i, place)
+        (i, position)
         for i, length in enumerate(lengths)
-        for place, token in enumerate(ids[ends[i] : ends[i + 1]].tolist())
+        for position, token in enumerate(ids[ends[i] : ends[i + 1]].tolist())
         if token not in skipped
     ]
-    found = torch.full((len(ids),), torch.nan, device=ids.device)
+    log_probs = torch.full((len(ids),), torch.nan, device=ids.device)
     for chosen in token_batches([lengths[i] for i, _ in rows], batch_tokens):
         part = [rows[j] for j in chosen]
         of_texts = [i for i, _ in part]
         places, masked, asked = texts.places(of_texts), list[int](), list[int]()
-        for start, (i, place) in zip(texts.offsets(of_texts).tolist(), part, strict=False):
-            last = place + 1
-            if words is not None and words[i][place] is not None:
-                while last < lengths[i] and words[i][last] == words[i][place]:
+        for start, (i, position) in zip(texts.offsets(of_texts).tolist(), part, strict=False):
+            last = position + 1
+            if words is not None and words[i][position] is not None:
+                while last < lengths[i] and words[i][last] == words[i][position]:
                     last += 1
-            masked += range(start + place, start + last)
-            asked.append(start + place)
-        given = ids[places]
-        given[torch.tensor(masked, device=ids.device)] = mask_id
-        packed = ModelInputs(given, **texts.arguments(of_texts, places))
+            masked += range(start + position, start + last)
+            asked.append(start + position)
+        input_ids = ids[places]
+        input_ids[torch.tensor(masked, device=ids.device)] = mask_id
+        packed = ModelInputs(input_ids, **texts.arguments(of_texts, places))
         hidden = base.encode(base.prepare(packed), wanted).packed
         at = torch.tensor(asked, device=ids.device)
         scores = model.masked_lm_scores(hidden.index_select(0, at)).float().log_softmax(-1)
-        token = torch.tensor([ends[i] + place for i, place in part], device=ids.device)
-        found[token] = scores.gather(-1, ids[token][:, None])[:, 0]
-    return list(found.split(lengths))
+        token = torch.tensor([ends[i] + position for i, position in part], device=ids.device)
+        log_probs[token] = scores.gather(-1, ids[token][:, None])[:, 0]
+    return list(log_probs.split(lengths))

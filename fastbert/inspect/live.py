@@ -18,17 +18,17 @@ def as_ours(model: nn.Module) -> PreTrainedModel:
     """
     if isinstance(model, PreTrainedModel):
         return model
-    kind = {found.__name__: found for found in CLASSES.values()}.get(type(model).__name__)
+    model_class = {cls.__name__: cls for cls in CLASSES.values()}.get(type(model).__name__)
     config = getattr(model, "config", None)
-    if kind is None or config is None:
+    if model_class is None or config is None:
         raise InputError(f"{type(model).__name__} is none of fastbert's models, nor of transformers' that it has")
     if model.training:
         raise InputError("the model is in training mode: call model.eval()")
-    has_pooler = None if kind.family.pooler is None else "pooler" in model._modules and model.pooler is not None
-    made = kind.from_pretrained(
+    has_pooler = None if model_class.family.pooler is None else "pooler" in model._modules and model.pooler is not None
+    ours = model_class.from_pretrained(
         None,
         config=config,
         state_dict=model.state_dict(),
         add_pooling_layer=has_pooler if model.base_model is model else None,
     )
-    return made.to(next(model.parameters()).device)
+    return ours.to(next(model.parameters()).device)

@@ -53,10 +53,10 @@ def tokens_of_word(encoding: Encoding, start: int, end: int) -> list[int]:
         # out: a word of one character gets an empty span, right behind it.
         return start < first <= end if first == last else first < end and last > start
 
-    found = [i for i, at in enumerate(encoding.offsets) if encoding.sequence_ids[i] == 0 and stands_for_it(*at)]
-    if not found:
+    indices = [i for i, at in enumerate(encoding.offsets) if encoding.sequence_ids[i] == 0 and stands_for_it(*at)]
+    if not indices:
         raise InputError(f"no token stands for the characters {start} to {end} of the text: it may have been cut")
-    return found
+    return indices
 
 
 def word_vectors(states: Sequence[torch.Tensor], places: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -113,8 +113,8 @@ def linear_probe(vectors: torch.Tensor, labels: Sequence[Hashable], folds: int =
     names = [str(label) for label in labels]
     parts = StratifiedKFold(folds, shuffle=True, random_state=0)
     model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
-    found = [cross_val_score(model, x.float().cpu().numpy(), names, cv=parts).mean() for x in vectors]
-    return torch.tensor(found, dtype=torch.float32)
+    accuracies = [cross_val_score(model, x.float().cpu().numpy(), names, cv=parts).mean() for x in vectors]
+    return torch.tensor(accuracies, dtype=torch.float32)
 
 
 def principal_components(vectors: torch.Tensor, count: int = 2) -> torch.Tensor:
@@ -123,7 +123,7 @@ def principal_components(vectors: torch.Tensor, count: int = 2) -> torch.Tensor:
     """
     centred = vectors.double() - vectors.double().mean(0)
     u, s, _ = torch.linalg.svd(centred, full_matrices=False)
-    made = (u * s)[:, :count]
-    largest = made.gather(0, made.abs().argmax(0, keepdim=True))
-    made = made * torch.where(largest < 0, -1.0, 1.0)
-    return torch.nn.functional.pad(made, (0, count - made.shape[1])).to(vectors.dtype)
+    projected = (u * s)[:, :count]
+    largest = projected.gather(0, projected.abs().argmax(0, keepdim=True))
+    projected = projected * torch.where(largest < 0, -1.0, 1.0)
+    return torch.nn.functional.pad(projected, (0, count - projected.shape[1])).to(vectors.dtype)

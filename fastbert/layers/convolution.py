@@ -9,18 +9,18 @@ from fastbert import ops
 from fastbert.layer_spec import ConvSpec, NormSpec
 from fastbert.layers.context import LayerContext
 from fastbert.layers.encoder import add_norm
-from fastbert.layers.leaves import get_leaf, make_norm, place, within
+from fastbert.layers.leaves import get_leaf, make_norm, set_module, within
 
 
-def place_convolution(root: nn.Module, form: ConvSpec, norm: NormSpec, hidden_size: int) -> None:
+def place_convolution(root: nn.Module, spec: ConvSpec, norm: NormSpec, hidden_size: int) -> None:
     conv = nn.Conv1d(
-        hidden_size, hidden_size, form.kernel_size, padding=(form.kernel_size - 1) // 2, groups=form.groups
+        hidden_size, hidden_size, spec.kernel_size, padding=(spec.kernel_size - 1) // 2, groups=spec.groups
     )
-    place(root, f"{form.path}.conv", conv)
-    place(root, f"{form.path}.LayerNorm", make_norm(norm, hidden_size))
+    set_module(root, f"{spec.path}.conv", conv)
+    set_module(root, f"{spec.path}.LayerNorm", make_norm(norm, hidden_size))
 
 
-def _convolved(root: nn.Module, form: ConvSpec, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
+def _convolved(root: nn.Module, spec: ConvSpec, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
     """activation(dropout(conv(x))) of x (total_tokens, hidden_size).
 
     The leaf is called with a padded batch, (batch, hidden_size, columns), as transformers calls it: it is one product
@@ -30,26 +30,24 @@ def _convolved(root: nn.Module, form: ConvSpec, x: torch.Tensor, context: LayerC
     width, slots = batch.grid_slots()
     grid = x.new_zeros(batch.batch_size * width + 1, x.shape[1]).index_copy(0, slots, x)
     columns = grid[:-1].view(batch.batch_size, width, -1).transpose(1, 2)
-    out = get_leaf(root, f"{form.path}.conv")(columns).transpose(1, 2).flatten(0, 1)
-    made = torch.cat((out, out.new_zeros(1, out.shape[1]))).index_select(0, slots)
-    return ops.activation(ops.dropout(made, form.dropout if root.training else 0.0), form.activation)
+    out = get_leaf(root, f"{spec.path}.conv")(columns).transpose(1, 2).flatten(0, 1)
+    packed = torch.cat((out, out.new_zeros(1, out.shape[1]))).index_select(0, slots)
+    return ops.activation(ops.dropout(packed, spec.dropout if root.training else 0.0), spec.activation)
 
 
 def run_convolution(
     root: nn.Module,
-    form: ConvSpec,
-    given: torch.Tensor,
+    spec: ConvSpec,
+    x: torch.Tensor,
     out: torch.Tensor,
     context: LayerContext,
     calls_container: bool,
 ) -> torch.Tensor:
-    """norm(out + activation(dropout(conv(given)))), all (total_tokens, hidden_size). calls_container: the tree is ours,
+    """norm(out + activation(dropout(conv(x)))), all (total_tokens, hidden_size). calls_container: the tree is ours,
     and its container is called where it has hooks.
     """
 
-    def run(given, out):
-        return add_norm(
-            get_leaf(root, f"{form.path}.LayerNorm"), _convolved(root, form, given, context), None, out, 0.0
-        )
+    def run(x, out):
+        return add_norm(get_leaf(root, f"{spec.path}.LayerNorm"), _convolved(root, spec, x, context), None, out, 0.0)
 
-    return within(root, form.path if calls_container else None, run, given, out)
+    return within(root, spec.path if calls_container else None, run, x, out)

@@ -10,7 +10,7 @@ from torch import nn
 from fastbert import ops
 from fastbert.families.schema import Embeddings, TokenDropout
 from fastbert.layers.encoder import add_norm
-from fastbert.layers.leaves import get_leaf, is_plain, linear, norm_kind, norm_weights
+from fastbert.layers.leaves import get_leaf, is_plain, linear, norm_type_of, norm_weights
 from fastbert.ops._common import needs_grad
 from fastbert.ops.packing import token_sequences
 
@@ -53,15 +53,15 @@ def run_embeddings(
         tasks = ids.task_type_ids
         tasks = embeds.new_zeros(embeds.shape[0], dtype=torch.int64) if tasks is None else tasks
         embeds = embeds + get_leaf(root, names.task_type)(tasks)
-    kind = "none" if norm is None or projection is not None else norm_kind(norm)
+    norm_type = "none" if norm is None or projection is not None else norm_type_of(norm)
     if (
         is_lookup(word)
         and (position is None or (is_lookup(position) and not position.sparse))
         and (token_type is None or (is_lookup(token_type) and not token_type.sparse))
         and not (word.sparse and torch.compiler.is_compiling())  # torch's compilers know nothing of such gradients
-        and kind in ("none", "layer")
+        and norm_type in ("none", "layer")
     ):
-        weight, bias, eps = (None, None, 0.0) if norm is None or kind == "none" else norm_weights(norm)
+        weight, bias, eps = (None, None, 0.0) if norm is None or norm_type == "none" else norm_weights(norm)
         x = ops.embed_layer_norm(
             ids.input_ids if embeds is None else None,
             ids.position_ids,
@@ -104,14 +104,14 @@ def is_lookup(leaf: nn.Module) -> TypeGuard[nn.Embedding]:
 
 
 def _without_masked(
-    words: torch.Tensor, input_ids: torch.Tensor | None, form: TokenDropout, cu_seqlens: torch.Tensor
+    words: torch.Tensor, input_ids: torch.Tensor | None, spec: TokenDropout, cu_seqlens: torch.Tensor
 ) -> torch.Tensor:
     """What TokenDropout makes of words (total_tokens, embedding_size)."""
-    is_mask = input_ids == form.mask_token_id
+    is_mask = input_ids == spec.mask_token_id
     assert isinstance(is_mask, torch.Tensor)
     before = torch.nn.functional.pad(is_mask.cumsum(0), (1, 0))[cu_seqlens.long()]
     kept = 1 - before.diff().float() / cu_seqlens.diff().clamp(min=1)
     sequence, _ = token_sequences(cu_seqlens, words.shape[0])
     kept = kept.where(kept > 0, 1.0).index_select(0, sequence)[:, None]
-    scaled = ops.at_least_fp32(words).masked_fill(is_mask[:, None], 0.0) * (1 - form.share) / kept
+    scaled = ops.at_least_fp32(words).masked_fill(is_mask[:, None], 0.0) * (1 - spec.share) / kept
     return scaled.to(words.dtype)

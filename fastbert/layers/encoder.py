@@ -21,11 +21,11 @@ from fastbert.layers.leaves import (
     linear,
     linears,
     make_norm,
-    norm_kind,
+    norm_type_of,
     norm_weights,
     parent_of,
-    place,
     projection,
+    set_module,
     weights_of,
     within,
 )
@@ -35,11 +35,11 @@ from fastbert.layers.relative import relative_of
 
 def add_norm(norm: nn.Module, x, bias, residual, dropout_p: float, prenorm: bool = False):
     """add_layer_norm or add_rms_norm with a leaf's weights, or its own call where the leaf is no plain norm."""
-    kind = norm_kind(norm)
-    if kind is not None:
+    norm_type = norm_type_of(norm)
+    if norm_type is not None:
         weight, norm_bias, eps = norm_weights(norm)
         options: dict[str, Any] = {"x_bias": bias, "dropout_p": dropout_p, "eps": eps, "prenorm": prenorm}
-        if kind == "rms":
+        if norm_type == "rms":
             return ops.add_rms_norm(x, residual, weight, **options)
         return ops.add_layer_norm(x, residual, weight, norm_bias, **options)
     summed = add(x, bias, residual, dropout_p)
@@ -47,7 +47,7 @@ def add_norm(norm: nn.Module, x, bias, residual, dropout_p: float, prenorm: bool
 
 
 def add(x, bias, residual, dropout_p: float):
-    """dropout(x + bias) + residual, the end of a pre-norm half."""
+    """dropout(x + bias) + residual, the end of a pre-norm sublayer."""
     x = x if bias is None else x + bias
     x = ops.dropout(x, dropout_p)
     return x if residual is None else x + residual
@@ -83,16 +83,18 @@ def attention_input(layer: nn.Module, spec: LayerSpec, x) -> torch.Tensor:
 
 def _operands(layer: nn.Module, spec: LayerSpec, x, context: LayerContext):
     """Queries, keys and values, and the options of the ops of attention."""
-    form, batch = spec.attention, context.batch
+    attention, batch = spec.attention, context.batch
     q, k, v = queries_keys_values(layer, spec, x, context)
-    rotary = None if form.rotary is None else context.rotary[form.rotary]
+    rotary = None if attention.rotary is None else context.rotary[attention.rotary]
     # Attention turns whole heads.
-    if rotary is not None and form.rotary is not None and form.rotary.dim < form.head_dim:
+    if rotary is not None and attention.rotary is not None and attention.rotary.dim < attention.head_dim:
         (q, k), rotary = ops.rotate((q, k), rotary, batch.cu_seqlens, batch.cache), None
-    relative = None if form.relative is None else relative_of(layer, spec, context.relative[form.relative], q.dtype)
+    relative = (
+        None if attention.relative is None else relative_of(layer, spec, context.relative[attention.relative], q.dtype)
+    )
     options: dict[str, Any] = {
-        "softmax_scale": form.softmax_scale,
-        "window_size": form.window_size,
+        "softmax_scale": attention.softmax_scale,
+        "window_size": attention.window_size,
         "window_positions": context.window_positions,
         "rotary": rotary,
         "relative": relative,
@@ -110,31 +112,33 @@ def queries_keys_values(layer: nn.Module, spec: LayerSpec, x, context: LayerCont
 
 
 def _projected(layer: nn.Module, spec: LayerSpec, x) -> list[torch.Tensor]:
-    form, names = spec.attention, spec.names
-    heads = (form.num_heads, form.num_kv_heads, form.num_kv_heads)
+    attention, names = spec.attention, spec.names
+    heads = (attention.num_heads, attention.num_kv_heads, attention.num_kv_heads)
     products = linears([get_leaf(layer, path) for path in names.qkv], x)
     if names.per_head:
-        return _with_biases(layer, spec, list(products[0].unflatten(-1, (form.num_heads, 3, form.head_dim)).unbind(2)))
+        return _with_biases(
+            layer, spec, list(products[0].unflatten(-1, (attention.num_heads, 3, attention.head_dim)).unbind(2))
+        )
     if len(products) == 1:
-        products = list(products[0].split([count * form.head_dim for count in heads], dim=-1))
-    made = [t.unflatten(-1, (count, form.head_dim)) for t, count in zip(products, heads, strict=True)]
-    return _with_biases(layer, spec, made)
+        products = list(products[0].split([count * attention.head_dim for count in heads], dim=-1))
+    qkv = [t.unflatten(-1, (count, attention.head_dim)) for t, count in zip(products, heads, strict=True)]
+    return _with_biases(layer, spec, qkv)
 
 
-def _with_biases(layer: nn.Module, spec: LayerSpec, made: list[torch.Tensor]) -> list[torch.Tensor]:
+def _with_biases(layer: nn.Module, spec: LayerSpec, qkv: list[torch.Tensor]) -> list[torch.Tensor]:
     """Those of query and value that are parameters by themselves."""
     for i, path in ((0, spec.names.query_bias), (2, spec.names.value_bias)):
         if path is not None:
             parent, _, name = path.rpartition(".")
             bias = in_use(get_leaf(layer, parent))._parameters[name]
             assert bias is not None
-            made[i] = made[i] + bias.view(made[i].shape[1:]).to(made[i].dtype)
-    return made
+            qkv[i] = qkv[i] + bias.view(qkv[i].shape[1:]).to(qkv[i].dtype)
+    return qkv
 
 
 def run_feed_forward(layer: nn.Module, spec: LayerSpec, x):
-    """The feed-forward half, up to its last product: (out, the bias it still lacks)."""
-    form, down = spec.feed_forward, get_leaf(layer, spec.names.down)
+    """The MLP block, up to its last product: (out, the bias it still lacks)."""
+    feed_forward, down = spec.feed_forward, get_leaf(layer, spec.names.down)
     ups = [get_leaf(layer, path) for path in spec.names.ups]
     if is_linear(down) and all(map(is_linear, ups)):
         *gates, up, last = operands = [weights_of(leaf) for leaf in (*ups, down)]
@@ -143,11 +147,11 @@ def run_feed_forward(layer: nn.Module, spec: LayerSpec, x):
             up.weight,
             up.bias,
             last.weight,
-            activation=form.activation,
-            gated=form.gated,
+            activation=feed_forward.activation,
+            gated=feed_forward.gated,
             gate_weight=gates[0].weight if gates else None,
             gate_bias=gates[0].bias if gates else None,
-            dropout_p=form.dropout if layer.training else 0.0,
+            dropout_p=feed_forward.dropout if layer.training else 0.0,
             weight_scales=tuple(each.weight_scale for each in operands),
             input_scales=tuple(each.input_scale for each in operands),
         )
@@ -157,14 +161,14 @@ def run_feed_forward(layer: nn.Module, spec: LayerSpec, x):
 
 def run_activations(layer: nn.Module, spec: LayerSpec, x):
     """What goes into the feed-forward's last product, by calls of the leaves: (total_tokens, intermediate_size)."""
-    form, ups = spec.feed_forward, [get_leaf(layer, path) for path in spec.names.ups]
-    if not form.gated:
-        inner = linear(ups[0], x, form.activation)
+    feed_forward, ups = spec.feed_forward, [get_leaf(layer, path) for path in spec.names.ups]
+    if not feed_forward.gated:
+        inner = linear(ups[0], x, feed_forward.activation)
     else:
-        made = linears(ups, x)
-        gate, up = made if len(made) == 2 else made[0].chunk(2, -1)
-        inner = ops.activation(gate, form.activation) * up
-    return ops.dropout(inner, form.dropout) if layer.training else inner
+        products = linears(ups, x)
+        gate, up = products if len(products) == 2 else products[0].chunk(2, -1)
+        inner = ops.activation(gate, feed_forward.activation) * up
+    return ops.dropout(inner, feed_forward.dropout) if layer.training else inner
 
 
 class Sum(NamedTuple):
@@ -179,7 +183,7 @@ class Sum(NamedTuple):
         return add(*self)
 
 
-class Half(NamedTuple):
+class Sublayer(NamedTuple):
     """Attention or feed-forward: `compute`, and then the Linear at `last`; `both` is the two in one, with the bias that
     is still to be added. first: a leaf of what is computed first, by which its container is known.
     """
@@ -193,8 +197,8 @@ class Half(NamedTuple):
     both: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 
 
-class HalfScopes(NamedTuple):
-    """The containers of a half, None where there is none to call: of what it computes first, of its last Linear, of
+class SublayerScopes(NamedTuple):
+    """The containers of a sublayer, None where there is none to call: of what it computes first, of its last Linear, of
     both, and of all that and the norm.
     """
 
@@ -204,8 +208,8 @@ class HalfScopes(NamedTuple):
     outer: str | None = None
 
     @classmethod
-    def of(cls, half: Half) -> HalfScopes:
-        first, last = parent_of(half.first), parent_of(half.last)
+    def of(cls, sublayer: Sublayer) -> SublayerScopes:
+        first, last = parent_of(sublayer.first), parent_of(sublayer.last)
         around = last if first == last else parent_of(first or "")
         first, last = (None if path == around else path for path in (first, last))
         return cls(first, last, around, parent_of(around or ""))
@@ -214,17 +218,17 @@ class HalfScopes(NamedTuple):
 _LAYER = ""  # the scope that is the layer itself
 
 
-def run_half(layer: nn.Module, spec: LayerSpec, half: Half, given: Sum, scopes: HalfScopes) -> Sum:
-    """One half of a layer. A container with hooks is called with what it stands for in transformers: of what is
-    computed first x -> its result, of the last Linear (that result, x) -> the half's end, of both x -> that end. A norm
-    and the residual take part where the norm's path says so.
+def run_sublayer(layer: nn.Module, spec: LayerSpec, sublayer: Sublayer, pending: Sum, scopes: SublayerScopes) -> Sum:
+    """One sublayer. A container with hooks is called with what it stands for in transformers: of what is
+    computed first x -> its result, of the last Linear (that result, x) -> the sublayer's end, of both x -> that end. A
+    norm and the residual take part where the norm's path says so.
     """
 
     def holding(*paths: str | None) -> str:
-        return next((path for path in paths if path is not None and half.norm.startswith(f"{path}.")), _LAYER)
+        return next((path for path in paths if path is not None and sublayer.norm.startswith(f"{path}.")), _LAYER)
 
     def norm(x: torch.Tensor) -> torch.Tensor:
-        return add_norm(get_leaf(layer, half.norm), x, None, None, 0.0)
+        return add_norm(get_leaf(layer, sublayer.norm), x, None, None, 0.0)
 
     def enter(path: str | None, run: Callable[..., Sum], *args: torch.Tensor) -> Sum:
         if path is None or not is_called(layer, path):
@@ -237,38 +241,40 @@ def run_half(layer: nn.Module, spec: LayerSpec, half: Half, given: Sum, scopes: 
     else:
         begins_at, ends_at = _LAYER, holding(scopes.last, scopes.around, scopes.outer)
 
-    def ended(made: Sum, residual: torch.Tensor, at: str | None) -> Sum:
-        """With what ends the half, if that is in the scope `at`."""
+    def ended(result: Sum, residual: torch.Tensor, at: str | None) -> Sum:
+        """With what ends the sublayer, if that is in the scope `at`."""
         if ends_at != at:
-            return made
+            return result
         if spec.norm_first:
-            return made._replace(residual=residual)
-        return Sum(add_norm(get_leaf(layer, half.norm), made.x, made.bias, residual, made.dropout_p))
+            return result._replace(residual=residual)
+        return Sum(add_norm(get_leaf(layer, sublayer.norm), result.x, result.bias, residual, result.dropout_p))
 
     def first(x: torch.Tensor) -> Sum:
-        return Sum(half.compute(norm(x) if begins_at == scopes.first else x))
+        return Sum(sublayer.compute(norm(x) if begins_at == scopes.first else x))
 
-    def last(made: torch.Tensor, residual: torch.Tensor) -> Sum:
-        return ended(Sum(*projection(get_leaf(layer, half.last), made), None, half.dropout_p), residual, scopes.last)
+    def last(hidden: torch.Tensor, residual: torch.Tensor) -> Sum:
+        return ended(
+            Sum(*projection(get_leaf(layer, sublayer.last), hidden), None, sublayer.dropout_p), residual, scopes.last
+        )
 
-    def around(given: torch.Tensor) -> Sum:
-        residual = x if spec.norm_first and begins_at == _LAYER else given
-        inner = norm(given) if begins_at == scopes.around else given
-        if scopes == HalfScopes():
-            return Sum(*half.both(inner), None, half.dropout_p)
-        made = enter(scopes.last, last, enter(scopes.first, first, inner).added(), residual)
-        return ended(made, residual, scopes.around)
+    def around(hidden: torch.Tensor) -> Sum:
+        residual = x if spec.norm_first and begins_at == _LAYER else hidden
+        inner = norm(hidden) if begins_at == scopes.around else hidden
+        if scopes == SublayerScopes():
+            return Sum(*sublayer.both(inner), None, sublayer.dropout_p)
+        result = enter(scopes.last, last, enter(scopes.first, first, inner).added(), residual)
+        return ended(result, residual, scopes.around)
 
-    def outer(given: torch.Tensor) -> Sum:
-        return ended(enter(scopes.around, around, given), x if spec.norm_first else given, scopes.outer)
+    def outer(hidden: torch.Tensor) -> Sum:
+        return ended(enter(scopes.around, around, hidden), x if spec.norm_first else hidden, scopes.outer)
 
-    if not (spec.norm_first and half.has_norm and begins_at == _LAYER):
-        normed = x = given.added()
-    elif given.residual is None:
-        x = given.added()
+    if not (spec.norm_first and sublayer.has_norm and begins_at == _LAYER):
+        normed = x = pending.added()
+    elif pending.residual is None:
+        x = pending.added()
         normed = norm(x)
-    else:  # the end of the half before, and this one's norm
-        normed, x = add_norm(get_leaf(layer, half.norm), *given, prenorm=True)
+    else:  # the end of the sublayer before, and this one's norm
+        normed, x = add_norm(get_leaf(layer, sublayer.norm), *pending, prenorm=True)
     return ended(enter(scopes.outer, outer, normed), x, _LAYER)
 
 
@@ -295,7 +301,7 @@ def run_layer(
         out, probs = run_attention(layer, spec, x, context, wants_probs)
         return out
 
-    attention = Half(
+    attention = Sublayer(
         names.query,
         names.attention_output,
         names.attention_norm,
@@ -304,7 +310,7 @@ def run_layer(
         heads,
         lambda x: projection(get_leaf(layer, names.attention_output), heads(x)),
     )
-    feed_forward = Half(
+    feed_forward = Sublayer(
         names.up,
         names.down,
         names.feed_forward_norm,
@@ -313,10 +319,12 @@ def run_layer(
         lambda x: run_activations(layer, spec, x),
         lambda x: run_feed_forward(layer, spec, x),
     )
-    made = Sum(x)
-    for half in (attention, feed_forward):
-        made = run_half(layer, spec, half, made, HalfScopes.of(half) if calls_containers else HalfScopes())
-    return made.added(), probs
+    pending = Sum(x)
+    for sublayer in (attention, feed_forward):
+        pending = run_sublayer(
+            layer, spec, sublayer, pending, SublayerScopes.of(sublayer) if calls_containers else SublayerScopes()
+        )
+    return pending.added(), probs
 
 
 class EncoderLayer(nn.Module):
@@ -325,8 +333,8 @@ class EncoderLayer(nn.Module):
     def __init__(self, spec: LayerSpec, hidden_size: int):
         super().__init__()
         self.spec = spec
-        names, form = spec.names, spec.attention
-        queries, keys = form.num_heads * form.head_dim, form.num_kv_heads * form.head_dim
+        names, attention = spec.names, spec.attention
+        queries, keys = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
         inner = spec.feed_forward.intermediate_size
         rows = {
             "query": queries,
@@ -343,15 +351,15 @@ class EncoderLayer(nn.Module):
             if role == "attention_norm" and not spec.has_attention_norm:
                 continue
             if role in ("attention_norm", "feed_forward_norm"):
-                place(self, path, make_norm(spec.norm, hidden_size))
+                set_module(self, path, make_norm(spec.norm, hidden_size))
             elif role in RELATIVES:
                 if path in names.relatives:
-                    place(self, path, nn.Linear(hidden_size, queries, bias=role in spec.biases))
+                    set_module(self, path, nn.Linear(hidden_size, queries, bias=role in spec.biases))
             else:
                 served = [other for other in rows if getattr(names, other) == path]
                 has_bias = role in spec.biases
                 leaf = nn.Linear(columns.get(role, hidden_size), sum(rows[other] for other in served), bias=has_bias)
-                place(self, path, leaf)
+                set_module(self, path, leaf)
         for path, width in ((names.query_bias, queries), (names.value_bias, keys)):
             if path is not None:
                 parent, _, name = path.rpartition(".")

@@ -40,8 +40,8 @@ def is_called(root: nn.Module, path: str) -> bool:
 
     Raises TypeError where something else has taken its place: passing it by would ignore what it computes.
     """
-    found = get_leaf(root, path)
-    container = in_use(found)
+    module = get_leaf(root, path)
+    container = in_use(module)
     if type(container) is not Container or FORWARD in container.__dict__:
         if is_sharded(container):
             return True
@@ -50,7 +50,7 @@ def is_called(root: nn.Module, path: str) -> bool:
             " they compute what a container of leaves stands for themselves. Replace the leaves (Linear, LayerNorm,"
             " Embedding) instead, or use transformers' model and fastbert.accelerate"
         )
-    return found is not container or has_hooks(container)
+    return module is not container or has_hooks(container)
 
 
 def within(root: nn.Module, path: str | None, run: Callable[..., Any], *args: torch.Tensor | None) -> Any:
@@ -103,7 +103,7 @@ def originals_of(module: nn.Module) -> list[nn.Module]:
     return held
 
 
-def place(root: nn.Module, path: str, module: nn.Module) -> None:
+def set_module(root: nn.Module, path: str, module: nn.Module) -> None:
     """Register `module` at `path` below `root`, making containers (lists before a number) on the way."""
     *parents, last = names = path.split(".")
     for name, following in zip(parents, names[1:], strict=True):
@@ -114,7 +114,7 @@ def place(root: nn.Module, path: str, module: nn.Module) -> None:
 
 
 # What decides what calling a module does, beside its class, its tensors and the modules below it: the one list of what
-# makes a leaf plain, and of what a ModuleFingerprint watches.
+# makes a leaf plain, and of what a ModuleGuard watches.
 FORWARD = "forward"  # on the instance
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 HOOKS = (*FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks")
@@ -123,9 +123,9 @@ ATTRIBUTES = ("eps", "variance_epsilon", "p", "max_norm")  # of norms, a Dropout
 _GLOBAL_HOOKS: tuple[dict, ...] = tuple(getattr(torch_module, f"_global{name}") for name in HOOKS)
 
 
-def is_plain(module: nn.Module, kind: type[Leaf]) -> TypeGuard[Leaf]:
+def is_plain(module: nn.Module, leaf_type: type[Leaf]) -> TypeGuard[Leaf]:
     """Whether calling `module` does exactly what its weights say: nothing subclassed, patched or hooked."""
-    return type(module) is kind and FORWARD not in module.__dict__ and not has_hooks(module)
+    return type(module) is leaf_type and FORWARD not in module.__dict__ and not has_hooks(module)
 
 
 def has_global_hooks() -> bool:
@@ -148,12 +148,12 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def make_norm(spec: NormSpec, width: int) -> nn.Module:
-    if spec.kind == "rms":
+    if spec.type == "rms":
         return nn.RMSNorm(width, eps=spec.eps)
     return nn.LayerNorm(width, eps=spec.eps, bias=spec.bias)
 
 
-def norm_kind(module: nn.Module) -> str | None:
+def norm_type_of(module: nn.Module) -> str | None:
     """ "layer" or "rms" where a norm's weight, bias and eps describe all that calling it does, else None.
 
     The bias may be None, the weight not: ops take one of None for no norm at all.
@@ -171,13 +171,13 @@ def is_hf_class(module: nn.Module, ending: str) -> bool:
     """Whether it is a plain norm of transformers, which has classes of its own that compute just what `ending` says:
     one of RMSNorm for every family (all are LlamaRMSNorm's text), and DebertaLayerNorm.
     """
-    kind = type(module)
-    is_hf = kind.__name__.endswith(ending) and kind.__module__.startswith("transformers.models.")
-    return is_hf and is_plain(module, kind)
+    cls = type(module)
+    is_hf = cls.__name__.endswith(ending) and cls.__module__.startswith("transformers.models.")
+    return is_hf and is_plain(module, cls)
 
 
 def norm_weights(norm: nn.Module) -> ops.NormWeights:
-    """Those of a norm that norm_kind knows."""
+    """Those of a norm that norm_type_of knows."""
     parameters, attributes = norm._parameters, norm.__dict__
     weight = parameters["weight"]
     assert weight is not None

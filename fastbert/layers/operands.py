@@ -10,14 +10,14 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.layer_spec import LayerSpec, RotarySpec
-from fastbert.layers.fingerprint import ModuleFingerprint
+from fastbert.layers.guard import ModuleGuard
 from fastbert.layers.leaves import (
     FORWARD_HOOKS,
     Container,
     get_leaf,
     is_linear,
     is_plain,
-    norm_kind,
+    norm_type_of,
     norm_weights,
     weights_of,
 )
@@ -48,7 +48,7 @@ def layer_operands(
         return "a convolution stands behind a layer"
     if not trains and any([layer.training for layer in layers]):
         return "a layer is in training mode"
-    found: list[ops.LayerWeights] = []
+    weights: list[ops.LayerWeights] = []
     for at, layer, spec in zip(paths, layers, specs, strict=True):
         if layer_type is not None:
             if not is_plain(layer, layer_type):
@@ -59,20 +59,20 @@ def layer_operands(
         leaves = _leaves(layer, spec)
         if isinstance(leaves, str):
             return f"{at}.{leaves}"
-        found.append(leaves)
+        weights.append(leaves)
     last = None
     if final_norm is not None:
         leaf = get_leaf(root, final_norm)
-        if norm_kind(leaf) != specs[-1].norm.kind:
+        if norm_type_of(leaf) != specs[-1].norm.type:
             return _not_plain(final_norm, leaf)
         last = norm_weights(leaf)
-    return ops.LayerOperands.of(found, _rotaries(specs), last)
+    return ops.LayerOperands.of(weights, _rotaries(specs), last)
 
 
 def operands_of_one(layer: nn.Module, spec: LayerSpec) -> ops.LayerOperands | str:
     """The same of a layer whose own hooks have been called."""
-    found = _leaves(layer, spec)
-    return found if isinstance(found, str) else ops.LayerOperands.of([found], _rotaries([spec]))
+    weights = _leaves(layer, spec)
+    return weights if isinstance(weights, str) else ops.LayerOperands.of([weights], _rotaries([spec]))
 
 
 def run_on_context(
@@ -89,8 +89,8 @@ def run_on_context(
     tables = tuple([context.rotary[rotary] for rotary in _rotaries(specs)]) if context.rotary else ()
     has_relative = bool(context.relative) and any([spec.relative_bits for spec in specs])
     relative = _relatives(layers, specs, context, ops.compute_dtype(x)) if has_relative else ()
-    given, batch = (context.batch.cu_seqlens, tables, context.window_positions, relative), context.batch
-    return call(*given, max_seqlen=batch.max_seqlen, cache=batch.cache) if trains else call(*given)
+    arguments, batch = (context.batch.cu_seqlens, tables, context.window_positions, relative), context.batch
+    return call(*arguments, max_seqlen=batch.max_seqlen, cache=batch.cache) if trains else call(*arguments)
 
 
 def _rotaries(specs: Sequence[LayerSpec]) -> list[RotarySpec]:
@@ -102,12 +102,12 @@ def _relatives(
     layers: Sequence[nn.Module], specs: Sequence[LayerSpec], context: LayerContext, dtype: torch.dtype
 ) -> list[ops.Relative]:
     """Those of the layers that have such terms: what projects the table is called, or what it gave has been kept."""
-    made = []
+    relatives = []
     for layer, spec in zip(layers, specs, strict=True):
-        form = spec.attention.relative
-        found = None if form is None else relative_of(layer, spec, context.relative[form], dtype)
-        made += [] if found is None else [found]
-    return made
+        relative = spec.attention.relative
+        terms = None if relative is None else relative_of(layer, spec, context.relative[relative], dtype)
+        relatives += [] if terms is None else [terms]
+    return relatives
 
 
 def _leaves(layer: nn.Module, spec: LayerSpec) -> ops.LayerWeights | str:
@@ -124,7 +124,7 @@ def _leaves(layer: nn.Module, spec: LayerSpec) -> ops.LayerWeights | str:
             norms.append(None)
             continue
         norm = get_leaf(layer, path)
-        if norm_kind(norm) != spec.norm.kind:
+        if norm_type_of(norm) != spec.norm.type:
             return _not_plain(path, norm)
         norms.append(norm_weights(norm))
     return ops.LayerWeights(spec, linears, (norms[0], norms[1]), layer.training)
@@ -135,7 +135,7 @@ def _not_plain(path: str, module: nn.Module) -> str:
 
 
 def watch_layers(
-    fingerprint: ModuleFingerprint,
+    guard: ModuleGuard,
     root: nn.Module,
     paths: Sequence[str],
     specs: Sequence[LayerSpec],
@@ -146,11 +146,11 @@ def watch_layers(
     own.
     """
     for path, spec in dict(zip(paths, specs, strict=True)).items():  # ALBERT's layers come again
-        fingerprint.watch_path(root, path)
+        guard.watch_path(root, path)
         layer, names = get_leaf(root, path), spec.names
-        fingerprint.hold(layer.__dict__, "training")
+        guard.hold(layer.__dict__, "training")
         for leaf in (*names.linears, *(names.norms if spec.has_attention_norm else names.norms[1:])):
-            fingerprint.watch_path(layer, leaf)
-            fingerprint.watch(get_leaf(layer, leaf), hooks)
+            guard.watch_path(layer, leaf)
+            guard.watch(get_leaf(layer, leaf), hooks)
         for module in (layer, *(get_leaf(layer, path) for path in names.containers)) if called else ():
-            fingerprint.watch(module, hooks)
+            guard.watch(module, hooks)

@@ -82,12 +82,12 @@ class QuantizedLinear(nn.Module):
     ):
         # torch would copy floats into the integers, cut to whole numbers, without a word.
         for name in ("weight", "weight_scale", "input_scale"):
-            given, expected = state_dict.get(prefix + name), self._buffers[name].dtype
-            if given is not None and given.dtype is not expected:
-                error_msgs.append(f"{prefix}{name} is {given.dtype}; int8 layers have {expected} there")
+            saved, expected = state_dict.get(prefix + name), self._buffers[name].dtype
+            if saved is not None and saved.dtype is not expected:
+                error_msgs.append(f"{prefix}{name} is {saved.dtype}; int8 layers have {expected} there")
                 return
-        given = state_dict.get(prefix + "weight_scale")
-        if given is not None and not (given > 0).all():
+        saved = state_dict.get(prefix + "weight_scale")
+        if saved is not None and not (saved > 0).all():
             error_msgs.append(f"{prefix}weight_scale holds a value that is not positive")
             return
         arguments = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)

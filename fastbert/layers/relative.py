@@ -13,24 +13,24 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.layer_spec import AttentionSpec, Disentangled, LayerSpec, NormSpec, RelativeBias
-from fastbert.layers.fingerprint import Kept
-from fastbert.layers.leaves import get_leaf, is_linear, is_plain, linear, make_norm, place
+from fastbert.layers.guard import Kept
+from fastbert.layers.leaves import get_leaf, is_linear, is_plain, linear, make_norm, set_module
 from fastbert.layers.quantized import QuantizedLinear
 
 
-def place_relative(root: nn.Module, form: AttentionSpec, norm: NormSpec, hidden_size: int) -> None:
+def place_relative(root: nn.Module, attention: AttentionSpec, norm: NormSpec, hidden_size: int) -> None:
     """The leaves below `root` that hold what layers with this attention share."""
-    for path, shape in relative_shapes(form, hidden_size).items():
-        place(root, path, nn.Embedding(*shape))
-    if isinstance(form.position, Disentangled) and form.position.norm is not None:
-        place(root, form.position.norm, make_norm(norm, hidden_size))
+    for path, shape in relative_shapes(attention, hidden_size).items():
+        set_module(root, path, nn.Embedding(*shape))
+    if isinstance(attention.position, Disentangled) and attention.position.norm is not None:
+        set_module(root, attention.position.norm, make_norm(norm, hidden_size))
 
 
-def relative_shapes(form: AttentionSpec, hidden_size: int) -> dict[str, tuple[int, int]]:
+def relative_shapes(attention: AttentionSpec, hidden_size: int) -> dict[str, tuple[int, int]]:
     """The path of the table that layers with this attention share, if there is one: its rows and columns."""
-    position = form.relative
+    position = attention.relative
     if isinstance(position, RelativeBias):
-        return {position.table: (position.num_rows, form.num_heads)}
+        return {position.table: (position.num_rows, attention.num_heads)}
     return {} if position is None else {position.table: (2 * position.span, hidden_size)}
 
 
@@ -52,73 +52,73 @@ class RelativeTable(NamedTuple):
     sources: Sequence[torch.Tensor] = ()
 
 
-def bias_rows(form: RelativeBias, longest: int) -> torch.Tensor:
+def bias_rows(spec: RelativeBias, longest: int) -> torch.Tensor:
     """The bucket of each distance from 1 - longest to longest - 1, as transformers' MPNet has it."""
     distance = torch.arange(1 - longest, longest)
-    half = form.num_buckets // 2
+    half = spec.num_buckets // 2
     exact = half // 2
     away = distance.abs()
-    growing = torch.log(away.float() / exact) / math.log(form.max_distance / exact) * (half - exact)
+    growing = torch.log(away.float() / exact) / math.log(spec.max_distance / exact) * (half - exact)
     far = (exact + growing.clamp(min=0).long()).clamp(max=half - 1)
     return ((distance < 0) * half + torch.where(away < exact, away, far)).int()
 
 
-def disentangled_rows(form: Disentangled, longest: int) -> torch.Tensor:
+def disentangled_rows(spec: Disentangled, longest: int) -> torch.Tensor:
     """The row of each distance from 1 - longest to longest - 1, as transformers' DeBERTa has it."""
     distance = torch.arange(1 - longest, longest)
-    bucket = distance if form.buckets <= 0 or form.max_distance <= 0 else _log_buckets(form, distance)
-    return (bucket + form.span).clamp(0, 2 * form.span - 1).int()
+    bucket = distance if spec.buckets <= 0 or spec.max_distance <= 0 else _log_buckets(spec, distance)
+    return (bucket + spec.span).clamp(0, 2 * spec.span - 1).int()
 
 
-def _log_buckets(form: Disentangled, distance: torch.Tensor) -> torch.Tensor:
+def _log_buckets(spec: Disentangled, distance: torch.Tensor) -> torch.Tensor:
     """Distances of at most buckets / 2 as they are; beyond it, buckets that grow (He et al. 2021, "DeBERTaV3").
 
     In float32, by the operations of transformers: where a bucket ends is decided by their rounding.
     """
-    mid = form.buckets // 2
+    mid = spec.buckets // 2
     near = (distance < mid) & (distance > -mid)
     away = torch.where(near, torch.tensor(mid - 1), distance.abs())
-    steps = torch.log(away / mid) / torch.log(torch.tensor((form.max_distance - 1) / mid)) * (mid - 1)
+    steps = torch.log(away / mid) / torch.log(torch.tensor((spec.max_distance - 1) / mid)) * (mid - 1)
     far = torch.ceil(steps) + mid
     return torch.where(away <= mid, distance.to(far.dtype), far * distance.sign()).long()
 
 
 # Rows by distance, made once and again where a text is longer. Only eager calls may ask here: see TreeCache.
-_made: dict[tuple[RelativeBias | Disentangled, torch.device], torch.Tensor] = {}
+_row_cache: dict[tuple[RelativeBias | Disentangled, torch.device], torch.Tensor] = {}
 _MOST_KINDS = 64
 
 
-def _rows(form: RelativeBias | Disentangled, longest: int, device: torch.device) -> torch.Tensor:
+def _rows(spec: RelativeBias | Disentangled, longest: int, device: torch.device) -> torch.Tensor:
     """int32 (2 * longest - 1,), on `device`."""
     if torch.compiler.is_compiling():
-        return _rows_of(form, longest).to(device)
-    found = _made.get((form, device))
-    if found is None or found.shape[0] < 2 * longest - 1:
+        return _rows_of(spec, longest).to(device)
+    rows = _row_cache.get((spec, device))
+    if rows is None or rows.shape[0] < 2 * longest - 1:
         with torch.inference_mode(False), torch.no_grad():
-            found = _rows_of(form, 1 << max(longest - 1, 127).bit_length()).to(device)
-        if len(_made) >= _MOST_KINDS:
-            _made.clear()
-        _made[form, device] = found
-    extra = (found.shape[0] - (2 * longest - 1)) // 2
-    return found[extra : found.shape[0] - extra]
+            rows = _rows_of(spec, 1 << max(longest - 1, 127).bit_length()).to(device)
+        if len(_row_cache) >= _MOST_KINDS:
+            _row_cache.clear()
+        _row_cache[spec, device] = rows
+    extra = (rows.shape[0] - (2 * longest - 1)) // 2
+    return rows[extra : rows.shape[0] - extra]
 
 
-def _rows_of(form: RelativeBias | Disentangled, longest: int) -> torch.Tensor:
-    return bias_rows(form, longest) if isinstance(form, RelativeBias) else disentangled_rows(form, longest)
+def _rows_of(spec: RelativeBias | Disentangled, longest: int) -> torch.Tensor:
+    return bias_rows(spec, longest) if isinstance(spec, RelativeBias) else disentangled_rows(spec, longest)
 
 
 @functools.cache
-def _reached(form: Disentangled, longest: int) -> tuple[int, int]:
+def _reached(spec: Disentangled, longest: int) -> tuple[int, int]:
     """The first row that a distance of less than `longest` has, and the one behind the last: distances rise, and so do
     their rows.
     """
-    ends = disentangled_rows(form, longest)
+    ends = disentangled_rows(spec, longest)
     return int(ends[0]), int(ends[-1]) + 1
 
 
 def relative_table(
     root: nn.Module,
-    form: RelativeBias | Disentangled,
+    spec: RelativeBias | Disentangled,
     longest: int,
     positions: torch.Tensor | None,
     device: torch.device,
@@ -126,14 +126,14 @@ def relative_table(
     """That of a forward pass over the leaves of `root`. positions: int32 (total_tokens,), columns; `longest`: no two
     places of a sequence are further apart.
     """
-    rows = _rows(form, longest, device)
-    table = _read_table(root, form.table)
-    if isinstance(form, RelativeBias):
+    rows = _rows(spec, longest, device)
+    table = _read_table(root, spec.table)
+    if isinstance(spec, RelativeBias):
         return RelativeTable(rows, positions, table)
-    norm = None if form.norm is None else get_leaf(root, form.norm)
-    first, last = 0, 2 * form.span
+    norm = None if spec.norm is None else get_leaf(root, spec.norm)
+    first, last = 0, 2 * spec.span
     if not torch.compiler.is_compiling():
-        first, last = _reached(form, longest)
+        first, last = _reached(spec, longest)
         rows = rows - first if first else rows
     if not torch.is_inference_mode_enabled() or torch.compiler.is_compiling():
         table = table[first:last]
@@ -161,7 +161,7 @@ class Projections(Kept):
     calls, since not every write is counted (docs/gemm.md).
     """
 
-    __slots__ = ("calls_left", "dtype", "made", "sources", "versions")
+    __slots__ = ("calls_left", "dtype", "projected", "sources", "versions")
 
     def __init__(self) -> None:
         self.calls_left = 0
@@ -177,9 +177,12 @@ class Projections(Kept):
         )
 
     def keep(
-        self, sources: list[torch.Tensor], dtype: torch.dtype, made: tuple[torch.Tensor | None, torch.Tensor | None]
+        self,
+        sources: list[torch.Tensor],
+        dtype: torch.dtype,
+        projected: tuple[torch.Tensor | None, torch.Tensor | None],
     ) -> None:
-        self.sources, self.dtype, self.made = sources, dtype, made
+        self.sources, self.dtype, self.projected = sources, dtype, projected
         self.versions = [t._version for t in sources]
         self.calls_left = 1024
 
@@ -198,8 +201,8 @@ def _projected(leaf: nn.Module, table: torch.Tensor) -> torch.Tensor:
 
 def relative_of(layer: nn.Module, spec: LayerSpec, shared: RelativeTable, dtype: torch.dtype) -> ops.Relative | None:
     """What attention takes in one layer: the projections of the table, in `dtype`, or the bias itself."""
-    form, names = spec.attention, spec.names
-    if isinstance(form.position, RelativeBias):
+    attention, names = spec.attention, spec.names
+    if isinstance(attention.position, RelativeBias):
         return ops.Relative(shared.rows, bias=shared.table, positions=shared.positions)
     paths = (names.relative_key, names.relative_query)
     if paths == (None, None):  # transformers has the table then, too, and reads it in vain
@@ -208,10 +211,12 @@ def relative_of(layer: nn.Module, spec: LayerSpec, shared: RelativeTable, dtype:
     def project(path: str | None, table: torch.Tensor) -> torch.Tensor | None:
         if path is None:
             return None
-        return _projected(get_leaf(layer, path), table).unflatten(-1, (form.num_heads, form.head_dim)).to(dtype)
+        return (
+            _projected(get_leaf(layer, path), table).unflatten(-1, (attention.num_heads, attention.head_dim)).to(dtype)
+        )
 
     if shared.reached is None:
-        table = ops.dropout(shared.table, form.relative_dropout) if layer.training else shared.table
+        table = ops.dropout(shared.table, attention.relative_dropout) if layer.training else shared.table
         key, query = (project(path, table) for path in paths)
         return ops.Relative(shared.rows, key, query, positions=shared.positions)
     leaves = [get_leaf(layer, path) for path in paths if path is not None]
@@ -220,11 +225,11 @@ def relative_of(layer: nn.Module, spec: LayerSpec, shared: RelativeTable, dtype:
     kept = layer.__dict__.setdefault(_KEPT, Projections()) if can_keep else Projections()
     if not can_keep or not kept.serves(sources, dtype):
         table = shared.table if shared.norm is None else shared.norm(shared.table)
-        table = ops.dropout(table, form.relative_dropout) if layer.training else table
-        made = (project(paths[0], table), project(paths[1], table))
+        table = ops.dropout(table, attention.relative_dropout) if layer.training else table
+        projected = (project(paths[0], table), project(paths[1], table))
         if can_keep:
-            kept.keep(sources, dtype, made)
+            kept.keep(sources, dtype, projected)
     else:
-        made = kept.made
-    key, query = (None if t is None else t[shared.reached] for t in made)
+        projected = kept.projected
+    key, query = (None if t is None else t[shared.reached] for t in projected)
     return ops.Relative(shared.rows, key, query, positions=shared.positions)

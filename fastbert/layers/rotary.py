@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fastbert import ops
 from fastbert.layer_spec import RotarySpec
-from fastbert.layers.leaves import get_leaf, in_use, place
+from fastbert.layers.leaves import get_leaf, in_use, set_module
 from fastbert.layers.sharded import whole_beside
 
 
@@ -23,47 +23,47 @@ def inverse_frequencies(rotary: RotarySpec) -> tuple[torch.Tensor, float]:
     plain = 1.0 / rotary.theta**exponents
     if not rotary.scaling:
         return plain, 1.0
-    kind, parameters = rotary.scaling
-    given = dict(parameters)
-    return _SCALED[kind](rotary, plain, given)
+    rope_type, parameters = rotary.scaling
+    options = dict(parameters)
+    return _SCALED[rope_type](rotary, plain, options)
 
 
-def _linear(rotary: RotarySpec, plain: torch.Tensor, given: dict) -> tuple[torch.Tensor, float]:
+def _linear(rotary: RotarySpec, plain: torch.Tensor, options: dict) -> tuple[torch.Tensor, float]:
     """Positions are nearer to each other by `factor` (Chen et al. 2023)."""
-    return plain / given["factor"], 1.0
+    return plain / options["factor"], 1.0
 
 
-def _proportional(rotary: RotarySpec, plain: torch.Tensor, given: dict) -> tuple[torch.Tensor, float]:
+def _proportional(rotary: RotarySpec, plain: torch.Tensor, options: dict) -> tuple[torch.Tensor, float]:
     """A share of the frequencies, the fast ones, and no turning by the others."""
-    kept = int(given["partial_rotary_factor"] * rotary.dim // 2)
-    return torch.cat((plain[:kept], torch.zeros_like(plain[kept:]))) / given["factor"], 1.0
+    kept = int(options["partial_rotary_factor"] * rotary.dim // 2)
+    return torch.cat((plain[:kept], torch.zeros_like(plain[kept:]))) / options["factor"], 1.0
 
 
-def _llama3(rotary: RotarySpec, plain: torch.Tensor, given: dict) -> tuple[torch.Tensor, float]:
+def _llama3(rotary: RotarySpec, plain: torch.Tensor, options: dict) -> tuple[torch.Tensor, float]:
     """Long waves are stretched by `factor`, short ones left alone, those between in proportion (Llama 3.1)."""
-    factor, low, high = given["factor"], given["low_freq_factor"], given["high_freq_factor"]
-    turns = given["original_max_position_embeddings"] * plain / (2 * math.pi)  # over the original length
+    factor, low, high = options["factor"], options["low_freq_factor"], options["high_freq_factor"]
+    turns = options["original_max_position_embeddings"] * plain / (2 * math.pi)  # over the original length
     smooth = ((turns - low) / (high - low)).clamp(0.0, 1.0) if high > low else (turns >= low).float()
     return (1 - smooth) * plain / factor + smooth * plain, 1.0
 
 
-def _yarn(rotary: RotarySpec, plain: torch.Tensor, given: dict) -> tuple[torch.Tensor, float]:
+def _yarn(rotary: RotarySpec, plain: torch.Tensor, options: dict) -> tuple[torch.Tensor, float]:
     """Peng et al. 2023, "YaRN", sections 3.2 and 3.4."""
-    factor, length = given["factor"], given["original_max_position_embeddings"]
+    factor, length = options["factor"], options["original_max_position_embeddings"]
 
     def scale_of(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
-    attention = given.get("attention_factor")
-    if attention is None and "mscale" in given and "mscale_all_dim" in given:
-        attention = scale_of(given["mscale"]) / scale_of(given["mscale_all_dim"])
+    attention = options.get("attention_factor")
+    if attention is None and "mscale" in options and "mscale_all_dim" in options:
+        attention = scale_of(options["mscale"]) / scale_of(options["mscale_all_dim"])
     attention = scale_of(1.0) if attention is None else attention
 
     def dimension_that_turns(times: float) -> float:
         return rotary.dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(rotary.theta))
 
-    low, high = dimension_that_turns(given.get("beta_fast", 32)), dimension_that_turns(given.get("beta_slow", 1))
-    if given["truncate"]:
+    low, high = dimension_that_turns(options.get("beta_fast", 32)), dimension_that_turns(options.get("beta_slow", 1))
+    if options["truncate"]:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary.dim - 1)
     high = high + 0.001 if high == low else high
@@ -121,18 +121,20 @@ def place_rotary(root: nn.Module, rotaries: Iterable[RotarySpec], rows: int) -> 
     """The leaves below `root` that hold what a family saves of these; `rows`: the positions of a table."""
     for rotary in rotaries:
         if rotary.table is not None:
-            place(root, rotary.table, RotaryTable(rotary, rows))
+            set_module(root, rotary.table, RotaryTable(rotary, rows))
         if rotary.frequencies is not None:
             path, _, name = rotary.frequencies.rpartition(".")
-            place(root, path, RotaryFrequencies(rotary, name))
+            set_module(root, path, RotaryFrequencies(rotary, name))
 
 
 Table = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, a row for each position
 
 # Tables of positions, made once and again where a text is longer. Only eager calls may ask here: see TreeCache.
-_made: dict[tuple[RotarySpec, torch.device], Table] = {}
+_table_cache: dict[tuple[RotarySpec, torch.device], Table] = {}
 _MOST_TABLES = 64
-_made_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # buffer of frequencies -> (what it held, the factor, table)
+_buffer_tables: WeakIdKeyDictionary = (
+    WeakIdKeyDictionary()
+)  # buffer of frequencies -> (what it held, the factor, table)
 
 
 def rotary_tables(
@@ -174,23 +176,23 @@ def _held_in(root: nn.Module, path: str | None) -> tuple[torch.Tensor | None, fl
 
 
 def _remembered(rotary: RotarySpec, max_seqlen: int, device) -> Table:
-    found = _made.get((rotary, device))
-    if found is None or found[0].shape[0] < max_seqlen:
-        found = _long_table(rotary, None, None, max_seqlen, device)
-        if len(_made) >= _MOST_TABLES:
-            _made.clear()
-        _made[rotary, device] = found
-    return found
+    table = _table_cache.get((rotary, device))
+    if table is None or table[0].shape[0] < max_seqlen:
+        table = _long_table(rotary, None, None, max_seqlen, device)
+        if len(_table_cache) >= _MOST_TABLES:
+            _table_cache.clear()
+        _table_cache[rotary, device] = table
+    return table
 
 
 def _remembered_of(held: torch.Tensor, factor: float | None, rotary: RotarySpec, max_seqlen: int) -> Table:
     # Not every write is counted, and these are few numbers. A GPU would be waited for: there the count must do.
     holds = held.tolist() if held.device.type == "cpu" else held._version
-    *made_from, found = _made_of.get(held, (None, None, None))
-    if found is None or made_from != [holds, factor] or found[0].shape[0] < max_seqlen:
-        found = _long_table(rotary, held, factor, max_seqlen, held.device)
-        _made_of[held] = holds, factor, found
-    return found
+    *made_from, table = _buffer_tables.get(held, (None, None, None))
+    if table is None or made_from != [holds, factor] or table[0].shape[0] < max_seqlen:
+        table = _long_table(rotary, held, factor, max_seqlen, held.device)
+        _buffer_tables[held] = holds, factor, table
+    return table
 
 
 def _long_table(rotary: RotarySpec, held: torch.Tensor | None, factor: float | None, max_seqlen: int, device) -> Table:

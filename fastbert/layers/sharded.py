@@ -26,8 +26,8 @@ def is_sharded(module: nn.Module) -> bool:
 
 def class_of(module: nn.Module) -> type[nn.Module]:
     """The class that a module was made with."""
-    kind = type(module)
-    return kind.__bases__[1] if is_sharded(module) else kind
+    cls = type(module)
+    return cls.__bases__[1] if is_sharded(module) else cls
 
 
 def without_views(value: Any) -> Any:

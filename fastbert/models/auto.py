@@ -45,7 +45,7 @@ def model_class(model_type: str, head: str = "Model") -> type[PreTrainedModel]:
 
 def model_classes(model_type: str) -> dict[str, type[PreTrainedModel]]:
     """A family's classes, by their names in the `architectures` of a config.json."""
-    return {kind.__name__: kind for (family, _), kind in CLASSES.items() if family == model_type}
+    return {cls.__name__: cls for (family, _), cls in CLASSES.items() if family == model_type}
 
 
 def base_class(model_type: str) -> type[EncoderModel]:
@@ -65,7 +65,7 @@ def load_encoder(
     return model.requires_grad_(False)
 
 
-Found = TypeVar("Found", bound=PreTrainedModel)
+Model = TypeVar("Model", bound=PreTrainedModel)
 
 
 class AutoConfig:
@@ -77,25 +77,25 @@ class AutoConfig:
         return EncoderConfig.from_pretrained(pretrained_model_name_or_path, **left_over(options))
 
 
-class _Auto(Generic[Found]):
+class _Auto(Generic[Model]):
     head: ClassVar[str] = "Model"
 
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike[str], *, config: Any = None, **options: Any
-    ) -> Found:
+    ) -> Model:
         """Load the model that config.json describes. The options are those of a model class's `from_pretrained`."""
         left_over(options)  # refuses before anything is fetched
         hub = {name: options.pop(name) for name in HubOptions.__dataclass_fields__ if name in options}
         folder = resolve(pretrained_model_name_or_path, options=HubOptions(**hub))
         described = given_config(config) or read_config(folder)
-        found = model_class(described.model_type, cls.head).from_pretrained(folder, config=config, **options)
-        model = found[0] if isinstance(found, tuple) else found
+        loaded = model_class(described.model_type, cls.head).from_pretrained(folder, config=config, **options)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.name_or_path = model.config.name_or_path = str(pretrained_model_name_or_path)
-        return found  # type: ignore[return-value]
+        return loaded  # type: ignore[return-value]
 
     @classmethod
-    def from_config(cls, config: Any, **options: Any) -> Found:
+    def from_config(cls, config: Any, **options: Any) -> Model:
         """A model with new, random weights, of a config of ours or of transformers."""
         described = given_config(config)
         assert described is not None

@@ -28,7 +28,7 @@ from fastbert.execution.tree import OwnTree
 from fastbert.families.schema import Family
 from fastbert.layers.convolution import place_convolution
 from fastbert.layers.encoder import EncoderLayer
-from fastbert.layers.leaves import get_leaf, has_hooks, is_plain, make_norm, parent_of, place, within
+from fastbert.layers.leaves import get_leaf, has_hooks, is_plain, make_norm, parent_of, set_module, within
 from fastbert.layers.relative import place_relative, relative_shapes
 from fastbert.layers.rotary import place_rotary
 from fastbert.layers.sharded import is_sharded, without_views
@@ -103,7 +103,7 @@ class PreTrainedModel(ModelAccess):
                 shapes[rotary.table] = (config.max_position_embeddings, rotary.dim)
         attention = self.family.layer_spec(config, 0).attention
         shapes |= relative_shapes(attention, config.hidden_size)
-        shapes |= {path: (out, given) for path, (given, out) in self.family.unused_linears(config).items()}
+        shapes |= {path: (out, columns) for path, (columns, out) in self.family.unused_linears(config).items()}
         prefix = "" if self.base_model is self else f"{self.family.prefix}."
         return {f"{prefix}{path}.weight": shape for path, shape in shapes.items()}
 
@@ -167,7 +167,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         for role in names.order:
             path = getattr(names, role)
             if path is not None:
-                place(self, path, make[role]())
+                set_module(self, path, make[role]())
         wants_pooler = family.has_pooler if add_pooling_layer is None else add_pooling_layer
         self.has_pooler = family.pooler is not None and wants_pooler
         self.calls = Calls()
@@ -178,17 +178,17 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         for i in range(config.num_unique_layers):
             path = family.path_of_layer(config, i)
             spec = layers[path] if path in layers else family.layer_spec(config, i)
-            place(self, path, EncoderLayer(spec, config.hidden_size))
+            set_module(self, path, EncoderLayer(spec, config.hidden_size))
         first = family.layer_spec(config, 0)
         place_relative(self, first.attention, norm, config.hidden_size)
         if first.after is not None:
             place_convolution(self, first.after, norm, config.hidden_size)
         if family.final_norm is not None:
-            place(self, family.final_norm, make_norm(norm, config.hidden_size))
+            set_module(self, family.final_norm, make_norm(norm, config.hidden_size))
         if not family.pooler_first:
             self._place_pooler()
         for path, (columns, rows) in family.unused_linears(config).items():
-            place(self, path, nn.Linear(columns, rows))
+            set_module(self, path, nn.Linear(columns, rows))
         self.draw_weights()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -198,7 +198,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
     def _place_pooler(self) -> None:
         if self.has_pooler:
             assert self.family.pooler is not None
-            place(self, self.family.pooler, nn.Linear(self.config.hidden_size, self.config.hidden_size))
+            set_module(self, self.family.pooler, nn.Linear(self.config.hidden_size, self.config.hidden_size))
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -238,7 +238,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         Raises:
             InputError: an id, a shape, a dtype or an offset is out of bounds.
         """
-        given = ModelInputs(
+        arguments = ModelInputs(
             input_ids,
             token_type_ids=token_type_ids,
             position_ids=position_ids,
@@ -246,7 +246,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             max_seqlen=max_seqlen,
             task_type_ids=task_type_ids,
         )
-        inputs = self.prepare(given)
+        inputs = self.prepare(arguments)
         self.calls.ran_packed()
         return self.encode(inputs).packed
 
@@ -257,11 +257,11 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         if must_be_called(self):
             return self._last_hidden_state(packed, None)
         tree = OwnTree(self)
-        made = at_once(tree, PackedIds.of_packed(packed, self.config))
-        if made is None:
+        output = at_once(tree, PackedIds.of_packed(packed, self.config))
+        if output is None:
             return self._last_hidden_state(packed, tree)
         self.calls.ran_packed()
-        return made.packed
+        return output.packed
 
     def infer(self, packed: PackedInputs, pooling: str = "none", normalizes: bool = False) -> tuple[torch.Tensor, bool]:
         """The same of a batch of which nobody wants gradients, whatever the mode, and which may be on the CPU still.
@@ -272,10 +272,10 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         tree = None
         if not must_be_called(self):
             tree = OwnTree(self, infers=True)
-            made = at_once(tree, PackedIds.of_packed(packed, self.config), False, pooling, normalizes)
-            if made is not None:
+            output = at_once(tree, PackedIds.of_packed(packed, self.config), False, pooling, normalizes)
+            if output is not None:
                 self.calls.ran_packed()
-                return made.packed, True
+                return output.packed, True
         with torch.inference_mode():
             return self._last_hidden_state(packed.to(self.device), tree), False
 
@@ -288,16 +288,16 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         self.calls.ran_packed()
         return run(tree, inputs).packed
 
-    def prepare(self, given: ModelInputs, has_padding: bool | None = None) -> EncoderInputs:
+    def prepare(self, arguments: ModelInputs, has_padding: bool | None = None) -> EncoderInputs:
         """Check and pack what a caller gave. has_padding: of its mask, as padding_in has it. Raises InputError."""
-        if isinstance(given.input_ids, PackedInputs):
-            given = given.opened()
-            word, device = get_leaf(self, self.config.embeddings.word), given.input_ids.device
+        if isinstance(arguments.input_ids, PackedInputs):
+            arguments = arguments.opened()
+            word, device = get_leaf(self, self.config.embeddings.word), arguments.input_ids.device
             # Where hooks are, they may bring weights from elsewhere before a leaf is called.
             if is_plain(word, nn.Embedding) and not has_hooks(self) and word.weight.device != device:
                 raise InputError(f"the PackedInputs is on {device}, the model on {word.weight.device}")
-        refuse_others(self, is_padded=given.attention_mask is not None)
-        return prepare_inputs(self.config, self.table_sizes(), given, has_padding=has_padding)
+        refuse_others(self, is_padded=arguments.attention_mask is not None)
+        return prepare_inputs(self.config, self.table_sizes(), arguments, has_padding=has_padding)
 
     def table_sizes(self) -> TableSizes:
         return table_sizes(self, self.config, self.config)
@@ -349,7 +349,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             TypeError: there is no argument of such a name.
         """
         taken(options, (), self)
-        given = ModelInputs(
+        arguments = ModelInputs(
             input_ids,
             attention_mask,
             token_type_ids,
@@ -360,29 +360,29 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             batch,
             task_type_ids,
         )
-        if records_hf() and not given.are_packed():
+        if records_hf() and not arguments.are_packed():
             asked = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
-            recorded = ModelOutput(record(self, given, asked))
+            recorded = ModelOutput(record(self, arguments, asked))
             return recorded if self.config.option("return_dict", return_dict) else recorded.to_tuple()
         option = self.config.option
         wanted = self.wanted(output_attentions, output_hidden_states)
         has_padding = padding_in(attention_mask, input_ids)
         tree, ids = OwnTree(self), None
         if not wanted.is_of_layers:
-            ids = PackedIds.of_grid(given, self.config.embeddings.token_type is not None, has_padding)
-        made = at_once(tree, ids, self.has_pooler)
-        if made is None:
-            inputs = self.prepare(given, has_padding)
-            made, batch = run(tree, inputs, wanted), inputs.batch
+            ids = PackedIds.of_grid(arguments, self.config.embeddings.token_type is not None, has_padding)
+        encoded = at_once(tree, ids, self.has_pooler)
+        if encoded is None:
+            inputs = self.prepare(arguments, has_padding)
+            encoded, batch = run(tree, inputs, wanted), inputs.batch
         else:
             assert ids is not None
             batch = ids.batch
         self.calls.ran_packed()
-        pools = self.has_pooler and made.pooled is None
+        pools = self.has_pooler and encoded.pooled is None
         output = ModelOutput(
-            last_hidden_state=made.last_state(batch),
-            pooler_output=self.pool(made.packed, batch) if pools else made.pooled,
-            **made.extras(),
+            last_hidden_state=encoded.last_state(batch),
+            pooler_output=self.pool(encoded.packed, batch) if pools else encoded.pooled,
+            **encoded.extras(),
         )
         if is_sharded(self):
             output.update({name: without_views(value) for name, value in output.items()})

@@ -33,9 +33,9 @@ def head_class(name: str, head: Head) -> type[HeadModel]:
     return _CLASSIFIERS[name] if isinstance(head, ClassifierHead) else _HEADS[type(head)]
 
 
-def _add(name: str, key: tuple[str, str], kind: type[PreTrainedModel], **attributes) -> type[PreTrainedModel]:
-    attributes |= {"__module__": __name__, "__doc__": kind.__doc__}
-    CLASSES[key] = globals()[name] = type(name, (kind,), attributes)  # the module's own name is what pickle looks for
+def _add(name: str, key: tuple[str, str], base: type[PreTrainedModel], **attributes) -> type[PreTrainedModel]:
+    attributes |= {"__module__": __name__, "__doc__": base.__doc__}
+    CLASSES[key] = globals()[name] = type(name, (base,), attributes)  # the module's own name is what pickle looks for
     return CLASSES[key]
 
 
@@ -43,6 +43,6 @@ for _family in FAMILIES.values():
     _type, _begin = _family.model_type, _family.classes
     _base = _add(f"{_begin}Model", (_type, "Model"), EncoderModel, family=_family)
     for _name, _head in _family.heads.items():
-        _add(f"{_begin}For{_name}", (_type, _name), head_class(_name, _head), base_class=_base, head_form=_head)
+        _add(f"{_begin}For{_name}", (_type, _name), head_class(_name, _head), base_class=_base, head_spec=_head)
 
-__all__ = [kind.__name__ for kind in CLASSES.values()]
+__all__ = [cls.__name__ for cls in CLASSES.values()]

@@ -15,7 +15,7 @@ from fastbert.errors import InputError
 from fastbert.execution.request import first_tokens
 from fastbert.families.schema import ClassifierHead, ReplacedTokens, value_of
 from fastbert.layers.encoder import add_norm
-from fastbert.layers.leaves import get_leaf, linear, make_norm, parent_of, place, within
+from fastbert.layers.leaves import get_leaf, linear, make_norm, parent_of, set_module, within
 from fastbert.models.heads import Encoded, HeadModel, class_labels, mean_loss, token_labels, whole_labels
 from fastbert.models.inputs import check_tensors
 from fastbert.packed_inputs import ModelInputs, PackedInputs
@@ -32,13 +32,13 @@ def last_tokens(packed: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
 
 
 class ClassifierModel(HeadModel):
-    """A Linear, and what may stand before it, over one vector a sequence or over each token: a form.ClassifierHead."""
+    """A Linear, and what may stand before it, over one vector a sequence or each token: a schema.ClassifierHead."""
 
-    head_form: ClassVar[ClassifierHead]
+    head_spec: ClassVar[ClassifierHead]
 
     @property
     def pooling(self) -> str:
-        return self.head_form.pooling_of(self.config)
+        return self.head_spec.pooling_of(self.config)
 
     @property
     def needs_pooler(self) -> bool:
@@ -46,18 +46,18 @@ class ClassifierModel(HeadModel):
 
     @property
     def label_leaf(self):
-        return self.head_form.out
+        return self.head_spec.out
 
     def num_outputs(self, config: EncoderConfig) -> int:
         return config.num_labels
 
     def build_head(self, config):
-        head, width = self.head_form, config.hidden_size
+        head, width = self.head_spec, config.hidden_size
         if head.dense is not None:
-            place(self, head.dense, nn.Linear(width, width, bias=value_of(head.dense_bias, config)))
+            set_module(self, head.dense, nn.Linear(width, width, bias=value_of(head.dense_bias, config)))
         if head.norm is not None:
-            place(self, head.norm, make_norm(self.family.norm_spec(config), width))
-        place(self, head.out, nn.Linear(width, self.num_outputs(config), bias=head.out_bias))
+            set_module(self, head.norm, make_norm(self.family.norm_spec(config), width))
+        set_module(self, head.out, nn.Linear(width, self.num_outputs(config), bias=head.out_bias))
 
     def scores(self, encoded: Encoded) -> torch.Tensor:
         """What `out` makes: (batch, num_outputs), or (total_tokens, num_outputs) if the head runs over tokens."""
@@ -77,13 +77,13 @@ class ClassifierModel(HeadModel):
 
     def packed_vectors(self, packed: PackedInputs) -> torch.Tensor:
         """`vectors` of a batch; `classified` makes logits of them."""
-        given = ModelInputs(packed)
-        encoded, _ = self.run_base(self.base_model.prepare(given), given)
+        arguments = ModelInputs(packed)
+        encoded, _ = self.run_base(self.base_model.prepare(arguments), arguments)
         return self.vectors(encoded)
 
     def classified(self, x: torch.Tensor) -> torch.Tensor:
         """(n, hidden_size) -> (n, num_outputs), containers with hooks included."""
-        head, p = self.head_form, value_of(self.head_form.dropout, self.config)
+        head, p = self.head_spec, value_of(self.head_spec.dropout, self.config)
         first_p = p if head.first_dropout is None else value_of(head.first_dropout, self.config)
         around = parent_of(head.out)  # holds dense, too, where there is one
 
@@ -111,8 +111,8 @@ PROBLEMS = ("regression", "single_label_classification", "multi_label_classifica
 def problem_type(config: EncoderConfig, labels: torch.Tensor) -> str:
     """What labels of sequences mean: as the config says, else as transformers infers it."""
     if config.problem_type is None:
-        kinds = PROBLEMS[:1] if config.num_labels == 1 else PROBLEMS[1:]
-        return kinds[-1] if labels.is_floating_point() else kinds[0]
+        problems = PROBLEMS[:1] if config.num_labels == 1 else PROBLEMS[1:]
+        return problems[-1] if labels.is_floating_point() else problems[0]
     if config.problem_type not in PROBLEMS:
         raise InputError(f"problem_type {config.problem_type!r} is none of {', '.join(PROBLEMS)}")
     return config.problem_type
@@ -125,7 +125,7 @@ def check_numbers(labels: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return labels.reshape(shape)
 
 
-def given_numbers(labels: torch.Tensor, batch: PackedBatch, classes: int | None) -> torch.Tensor:
+def float_labels(labels: torch.Tensor, batch: PackedBatch, classes: int | None) -> torch.Tensor:
     """Such labels as floats, checked: -100 is a number like another here, and says nothing of a label that is not."""
     labels = labels if labels.is_floating_point() else labels.float()
     return labels if classes is None else check_numbers(labels, (batch.batch_size, classes))
@@ -136,29 +136,29 @@ class ForSequenceClassification(ClassifierModel):
 
     def has_soft_labels(self) -> bool:
         """Whether labels mean what `ClassifierHead.soft_labels` says."""
-        return self.head_form.soft_labels and self.config.problem_type is None
+        return self.head_spec.soft_labels and self.config.problem_type is None
 
-    def check_given(self, given, batch):
-        if not given:
+    def check_options(self, options, batch):
+        if not options:
             return {}
-        labels, classes = given["labels"], self.classes_at(self.label_leaf)
+        labels, classes = options["labels"], self.classes_at(self.label_leaf)
         if self.has_soft_labels() and self.config.num_labels > 1:
             return {"labels": self.check_soft(labels, batch, classes)}
         if problem_type(self.config, labels) == "single_label_classification":
             return {"labels": class_labels(labels, batch, classes)}
-        return {"labels": given_numbers(labels, batch, classes)}
+        return {"labels": float_labels(labels, batch, classes)}
 
     def check_soft(self, labels: torch.Tensor, batch: PackedBatch, classes: int | None) -> torch.Tensor:
         """Classes (batch,), of which those below 0 do not count and are -100 now; or shares (batch, classes)."""
         if labels.dim() == 1 or labels.shape[-1] == 1:
             return class_labels(torch.where(labels < 0, -100, labels), batch, classes)
-        return given_numbers(labels, batch, classes)
+        return float_labels(labels, batch, classes)
 
-    def compute(self, encoded, given):
+    def compute(self, encoded, options):
         logits = self.scores(encoded)
-        if given and self.has_soft_labels() and self.config.num_labels == 1:  # with labels, as in transformers
+        if options and self.has_soft_labels() and self.config.num_labels == 1:  # with labels, as in transformers
             logits = logits.reshape(-1)
-        return {"loss": self.loss(logits, given["labels"], encoded.batch) if given else None, "logits": logits}
+        return {"loss": self.loss(logits, options["labels"], encoded.batch) if options else None, "logits": logits}
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         """Regression, single- or multi-label loss of (batch, num_labels) logits: a mean over sequences with tokens."""
@@ -166,12 +166,12 @@ class ForSequenceClassification(ClassifierModel):
         if has_soft_labels and labels.dim() > 1:
             shares = check_numbers(labels, tuple(logits.shape))
             return mean_loss(-(ops.at_least_fp32(logits).log_softmax(-1) * shares).sum(-1), batch)
-        kind = PROBLEMS[1] if has_soft_labels else problem_type(self.config, labels)
-        if kind == "single_label_classification":
+        problem = PROBLEMS[1] if has_soft_labels else problem_type(self.config, labels)
+        if problem == "single_label_classification":
             return self.class_loss(self.label_leaf, logits, labels, batch)
         logits = ops.at_least_fp32(logits)
         labels = check_numbers(labels, tuple(logits.shape)).to(logits.dtype)
-        loss = F.mse_loss if kind == "regression" else F.binary_cross_entropy_with_logits
+        loss = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
         return mean_loss(loss(logits, labels, reduction="none"), batch)
 
 
@@ -205,28 +205,28 @@ class ForMultipleChoice(ClassifierModel):
         padded = kwargs.get("cu_seqlens") is None and kwargs.get("batch") is None
         if padded and not isinstance(input_ids, PackedInputs):
             check_tensors(ModelInputs(*inputs[:5], task_type_ids=task_type_ids).tensors())
-            given, rank = (input_ids, 3) if input_ids is not None else (inputs_embeds, 4)
-            if given is None or given.dim() != rank:
-                shape = None if given is None else tuple(given.shape)
+            values, rank = (input_ids, 3) if input_ids is not None else (inputs_embeds, 4)
+            if values is None or values.dim() != rank:
+                shape = None if values is None else tuple(values.shape)
                 raise InputError(f"multiple choice takes inputs of shape (batch, num_choices, seqlen), not {shape}")
-            num_choices = given.shape[1]
+            num_choices = values.shape[1]
             inputs = tuple(t if t is None or t.dim() < 3 else t.flatten(0, 1) for t in inputs)
         return super().forward(*inputs[:5], labels, *args, num_choices=num_choices, task_type_ids=inputs[5], **kwargs)
 
-    def check_given(self, given, batch):
-        num_choices = given.get("num_choices")
+    def check_options(self, options, batch):
+        num_choices = options.get("num_choices")
         if num_choices is None:
             raise InputError("packed input of a multiple-choice model needs num_choices")
         if batch.batch_size % num_choices:
             raise InputError(f"{batch.batch_size} sequences are no multiple of num_choices {num_choices}")
-        if "labels" not in given:
-            return given
-        return given | {"labels": class_labels(given["labels"], batch, num_choices, num_choices=num_choices)}
+        if "labels" not in options:
+            return options
+        return options | {"labels": class_labels(options["labels"], batch, num_choices, num_choices=num_choices)}
 
-    def compute(self, encoded, given):
-        logits = self.scores(encoded).view(-1, given["num_choices"])
+    def compute(self, encoded, options):
+        logits = self.scores(encoded).view(-1, options["num_choices"])
         return {
-            "loss": ops.logits_cross_entropy(logits, given["labels"]) if "labels" in given else None,
+            "loss": ops.logits_cross_entropy(logits, options["labels"]) if "labels" in options else None,
             "logits": logits,
         }
 
@@ -234,13 +234,13 @@ class ForMultipleChoice(ClassifierModel):
 class ForTokenClassification(ClassifierModel):
     """A class for every token; tokens labelled -100 do not count."""
 
-    def check_given(self, given, batch):
-        classes = self.classes_at(self.head_form.out)
-        return {name: token_labels(labels, batch, classes) for name, labels in given.items()}
+    def check_options(self, options, batch):
+        classes = self.classes_at(self.head_spec.out)
+        return {name: token_labels(labels, batch, classes) for name, labels in options.items()}
 
-    def compute(self, encoded, given):
+    def compute(self, encoded, options):
         batch, logits = encoded.batch, self.scores(encoded)
-        loss = self.class_loss(self.head_form.out, logits, given["labels"], batch) if given else None
+        loss = self.class_loss(self.head_spec.out, logits, options["labels"], batch) if options else None
         return {"loss": loss, "logits": batch.unpack(logits)}
 
 
@@ -270,22 +270,22 @@ class ForQuestionAnswering(ClassifierModel):
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, None)
         return super().forward(*inputs, *args, start_positions=start_positions, end_positions=end_positions, **kwargs)
 
-    def check_given(self, given, batch):
-        if len(given) < 2:
+    def check_options(self, options, batch):
+        if len(options) < 2:
             return {}
-        first = {name: whole_labels(positions, name).clamp(min=0) for name, positions in given.items()}
+        first = {name: whole_labels(positions, name).clamp(min=0) for name, positions in options.items()}
         return {name: class_labels(positions, batch, None, name) for name, positions in first.items()}
 
-    def compute(self, encoded, given):
+    def compute(self, encoded, options):
         batch, logits = encoded.batch, self.scores(encoded)
         if logits.shape[-1] != 2:
             raise InputError(f"question answering needs num_labels 2, not {logits.shape[-1]}")
         start, end = logits.unbind(-1)
         loss = None
-        if given:
+        if options:
             losses = []
             for one, name in ((start, "start_positions"), (end, "end_positions")):
-                losses.append(ops.sequence_cross_entropy(one, batch.cu_seqlens, batch.local_targets(given[name])))
+                losses.append(ops.sequence_cross_entropy(one, batch.cu_seqlens, batch.local_targets(options[name])))
             loss = (losses[0] + losses[1]) / 2
         return {"loss": loss, "start_logits": batch.unpack(start), "end_logits": batch.unpack(end)}
 
@@ -295,25 +295,25 @@ class ForReplacedTokens(HeadModel):
     section 2). Tokens labelled -100 do not count either.
     """
 
-    head_form: ClassVar[ReplacedTokens]
+    head_spec: ClassVar[ReplacedTokens]
 
     def build_head(self, config):
-        place(self, self.head_form.dense, nn.Linear(config.hidden_size, config.hidden_size))
-        place(self, self.head_form.out, nn.Linear(config.hidden_size, 1))
+        set_module(self, self.head_spec.dense, nn.Linear(config.hidden_size, config.hidden_size))
+        set_module(self, self.head_spec.out, nn.Linear(config.hidden_size, 1))
 
-    def check_given(self, given, batch):
-        return {name: token_labels(labels, batch, 2, counts_padding=False) for name, labels in given.items()}
+    def check_options(self, options, batch):
+        return {name: token_labels(labels, batch, 2, counts_padding=False) for name, labels in options.items()}
 
-    def compute(self, encoded, given):
-        batch, head = encoded.batch, self.head_form
+    def compute(self, encoded, options):
+        batch, head = encoded.batch, self.head_spec
 
         def run(x):
             x = linear(get_leaf(self, head.dense), x, self.config.activation)
             return linear(get_leaf(self, head.out), x).squeeze(-1)
 
         logits, loss = within(self, parent_of(head.out), run, encoded.packed), None
-        if given:
-            labels = given["labels"]
+        if options:
+            labels = options["labels"]
             scores = ops.at_least_fp32(logits)
             losses = F.binary_cross_entropy_with_logits(scores, labels.to(scores.dtype), reduction="none")
             loss = losses.where(labels != -100, 0.0).sum() / (labels != -100).sum().clamp(min=1)

@@ -37,9 +37,9 @@ _GATED = {"gelu": "GeGLU", "gelu_tanh": "GeGLU (tanh)", "silu": "SwiGLU", "relu"
 def _documented(file: str) -> tuple[str, str]:
     """The name and the paper with which a family's file begins: "BERT (Devlin et al. 2018): ..."."""
     text = " ".join((import_module(f"fastbert.families.{file}").__doc__ or "").split())
-    found = re.match(r"(.+?) \((.+?)\)", text)
-    assert found is not None, f"{file}: its docstring must begin with a name and, in parentheses, the paper"
-    return found[1], found[2]
+    heading = re.match(r"(.+?) \((.+?)\)", text)
+    assert heading is not None, f"{file}: its docstring must begin with a name and, in parentheses, the paper"
+    return heading[1], heading[2]
 
 
 def _layers(family: Family) -> str:
@@ -48,7 +48,7 @@ def _layers(family: Family) -> str:
     specs = config.layer_specs
     first = specs[0]
     words = ["pre-norm" if first.norm_first else "post-norm"]
-    words += ["RMSNorm"] if first.norm.kind == "rms" else []
+    words += ["RMSNorm"] if first.norm.type == "rms" else []
     words += ["rotary positions"] if _may_turn(family, config) else []
     words += ["disentangled attention"] if "relative_attention" in family.fields else []
     words += ["a bias by distance"] if isinstance(first.attention.position, RelativeBias) else []
@@ -89,8 +89,8 @@ def tables() -> str:
 
 def names() -> str:
     """What stands between the markers of README.md."""
-    found = [_documented(file)[0] for file in _FILES]
-    return _filled(f"{len(found)} families, with their heads ([table](docs/models.md)): {', '.join(found)}.")
+    titles = [_documented(file)[0] for file in _FILES]
+    return _filled(f"{len(titles)} families, with their heads ([table](docs/models.md)): {', '.join(titles)}.")
 
 
 def _filled(text: str) -> str:
@@ -102,19 +102,19 @@ WRITTEN = {"README.md": names, "docs/models.md": tables}
 
 def stub() -> str:
     """The text of classes.pyi."""
-    kinds, body = set(), []
+    imports, body = set(), []
     for family in FAMILIES.values():
         body.append(f"class {family.classes}Model(EncoderModel): ...")
         for name, head in family.heads.items():
-            kind = head_class(name, head)
-            kinds.add((kind.__module__, kind.__name__))
-            body.append(f"class {family.classes}For{name}({kind.__name__}): ...")
-    kinds.add((HeadModel.__module__, HeadModel.__name__))
+            base = head_class(name, head)
+            imports.add((base.__module__, base.__name__))
+            body.append(f"class {family.classes}For{name}({base.__name__}): ...")
+    imports.add((HeadModel.__module__, HeadModel.__name__))
     lines = ["# Written by `python -m fastbert.models.generated` from the families; a test compares.", ""]
     lines.append("from fastbert.families.schema import Head")
     lines.append("from fastbert.models.base import EncoderModel, PreTrainedModel")
-    for module in sorted({module for module, _ in kinds}):
-        names = sorted(name for other, name in kinds if other == module)
+    for module in sorted({module for module, _ in imports}):
+        names = sorted(name for other, name in imports if other == module)
         line = f"from {module} import {', '.join(names)}"
         lines += [line] if len(line) <= 120 else [f"from {module} import (", *(f"    {name}," for name in names), ")"]
     lines.append("")
@@ -125,9 +125,9 @@ def stub() -> str:
 
 def write(root: Path, stub_file: Path) -> None:
     """Write the stub and fill in the pages below `root`. All texts are made first: an error leaves every file alone."""
-    made = {stub_file: stub(), **{root / page: _page(root / page, text()) for page, text in WRITTEN.items()}}
+    texts = {stub_file: stub(), **{root / page: _page(root / page, text()) for page, text in WRITTEN.items()}}
     with ExitStack() as stack:
-        for path, text in made.items():
+        for path, text in texts.items():
             stack.enter_context(writing(path)).write_text(text, encoding="utf-8")
 
 

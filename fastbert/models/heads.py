@@ -41,12 +41,12 @@ Items = torch.Tensor | float | Mapping[str, torch.Tensor | float] | None  # num_
 
 
 class HeadModel(PreTrainedModel):
-    """A base model with a head. Subclasses say what labels they take in `check_given`, what to make of packed hidden
+    """A base model with a head. Subclasses say what labels they take in `check_options`, what to make of packed hidden
     states in `compute`.
     """
 
     base_class: ClassVar[type[EncoderModel]]
-    head_form: ClassVar[Any]  # what the family's data say of the head
+    head_spec: ClassVar[Any]  # what the family's data say of the head
     option_names: ClassVar[tuple[str, ...]] = ("labels",)  # keyword arguments that `compute` receives
     accepts_loss_kwargs: ClassVar[bool] = True  # transformers' name for: forward takes num_items_in_batch
 
@@ -72,14 +72,14 @@ class HeadModel(PreTrainedModel):
     def build_head(self, config: EncoderConfig) -> None:
         raise NotImplementedError
 
-    def check_given(self, given: dict, batch: PackedBatch) -> dict:
+    def check_options(self, options: dict, batch: PackedBatch) -> dict:
         """What `compute` takes of the `option_names` that the caller passed: checked, labels of tokens packed, too.
 
         Raises InputError; nothing has been launched yet.
         """
         raise NotImplementedError
 
-    def compute(self, encoded: Encoded, given: dict) -> dict:
+    def compute(self, encoded: Encoded, options: dict) -> dict:
         """Fields of the output, loss first: a mean, or several by the names of their labels, which are added up."""
         raise NotImplementedError
 
@@ -135,7 +135,7 @@ class HeadModel(PreTrainedModel):
             labelled = labels_of(input_ids, labelled)
         labelled = taken(labelled, self.option_names, self)
         check_tensors({name: value for name, value in labelled.items() if name != "num_choices"})
-        given = ModelInputs(
+        arguments = ModelInputs(
             input_ids,
             attention_mask,
             token_type_ids,
@@ -146,13 +146,13 @@ class HeadModel(PreTrainedModel):
             batch,
             task_type_ids,
         )
-        if records_hf() and not given.are_packed():
+        if records_hf() and not arguments.are_packed():
             asked = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
-            recorded = ModelOutput(record(self, given, asked | labelled))
+            recorded = ModelOutput(record(self, arguments, asked | labelled))
             return recorded if self.config.option("return_dict", return_dict) else recorded.to_tuple()
-        inputs = self.base_model.prepare(given)
-        labelled = self.check_given(labelled, inputs.batch)
-        encoded, extras = self.run_base(inputs, given, output_attentions, output_hidden_states)
+        inputs = self.base_model.prepare(arguments)
+        labelled = self.check_options(labelled, inputs.batch)
+        encoded, extras = self.run_base(inputs, arguments, output_attentions, output_hidden_states)
         fields = self.compute(encoded, labelled)
         if fields.get("loss") is not None:
             fields["loss"] = joined_loss(fields["loss"], labelled, num_items_in_batch, inputs.batch)
@@ -162,17 +162,17 @@ class HeadModel(PreTrainedModel):
     def run_base(
         self,
         inputs: EncoderInputs,
-        given: ModelInputs,
+        arguments: ModelInputs,
         output_attentions: bool | None = None,
         output_hidden_states: bool | int | Sequence[int] | None = None,
     ) -> tuple[Encoded, dict]:
-        """Run the base model on what its `prepare` made of `given`; also the extras asked for, unpacked."""
+        """Run the base model on what its `prepare` made of `arguments`; also the extras asked for, unpacked."""
         base = self.base_model
         if not must_be_called(base):
-            made = base.encode(inputs, base.wanted(output_attentions, output_hidden_states))
+            encoded = base.encode(inputs, base.wanted(output_attentions, output_hidden_states))
             base.calls.ran_packed()
-            return Encoded(base, made.packed, inputs.batch, made.pooled), made.extras()
-        padded, layout = given[:5], zip(given._fields[5:], given[5:], strict=True)
+            return Encoded(base, encoded.packed, inputs.batch, encoded.pooled), encoded.extras()
+        padded, layout = arguments[:5], zip(arguments._fields[5:], arguments[5:], strict=True)
         named = {name: value for name, value in layout if value is not None}  # a forward may take fewer
         output = base(*padded, output_attentions, output_hidden_states, **named)
         batch, hidden = inputs.batch, output.last_hidden_state
@@ -188,7 +188,7 @@ class HeadModel(PreTrainedModel):
     def class_loss(
         self, path: str, logits: torch.Tensor, labels: torch.Tensor, batch: PackedBatch, name: str = "labels"
     ) -> torch.Tensor:
-        """Mean cross-entropy of what the leaf at `path` made, (n, num_classes), with labels (n,) of `check_given`."""
+        """Mean cross-entropy of what the leaf at `path` made, (n, num_classes), with labels (n,) of `check_options`."""
         if self.classes_at(path) is None:
             check_labels(labels, logits.shape[-1], name, batch)
         return ops.logits_cross_entropy(logits, labels)

@@ -34,9 +34,9 @@ IGNORED = frozenset(
 )
 
 
-def check_tensors(given: Mapping[str, Any]) -> None:
+def check_tensors(arguments: Mapping[str, Any]) -> None:
     """Raises InputError where an argument that stands for a tensor is something else: a text, a list, an array."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is not None and not isinstance(value, torch.Tensor):
             first = next(iter(value), None) if isinstance(value, (list, tuple)) else value
             is_text = name == "input_ids" and isinstance(first, str)
@@ -48,11 +48,11 @@ def taken(options: dict[str, Any], names: tuple[str, ...], model: nn.Module) -> 
     """Those of a call's further arguments that are given, without what is ignored. Raises TypeError for names that are
     not among `names`.
     """
-    found = {name: value for name, value in options.items() if value is not None and name not in IGNORED}
-    if unknown := sorted(found.keys() - set(names)):
+    passed = {name: value for name, value in options.items() if value is not None and name not in IGNORED}
+    if unknown := sorted(passed.keys() - set(names)):
         has = f"; it has {', '.join(names)}" if names else ""
         raise TypeError(f"{type(model).__name__} takes no {', '.join(unknown)}{has}")
-    return found
+    return passed
 
 
 class TableSizes(NamedTuple):
@@ -125,7 +125,7 @@ def _shape_of(root: nn.Module, path: str) -> torch.Size | None:
 def prepare_inputs(
     config: EncoderConfig,
     tables: TableSizes,
-    given: ModelInputs,
+    arguments: ModelInputs,
     labels: torch.Tensor | None = None,
     has_padding: bool | None = None,
 ) -> EncoderInputs:
@@ -135,11 +135,11 @@ def prepare_inputs(
     not waited for. `labels` and `has_padding`: as PackedBatch.from_mask has them. Raises InputError, naming the value
     and the limit.
     """
-    values, grid, packed = _check_values(given, tables)
-    attention_mask, cu_seqlens, batch = given.attention_mask, given.cu_seqlens, given.batch
+    values, grid, packed = _check_values(arguments, tables)
+    attention_mask, cu_seqlens, batch = arguments.attention_mask, arguments.cu_seqlens, arguments.batch
     if batch is not None:
         _check_batch(
-            batch, values, grid, attention_mask=attention_mask, cu_seqlens=cu_seqlens, max_seqlen=given.max_seqlen
+            batch, values, grid, attention_mask=attention_mask, cu_seqlens=cu_seqlens, max_seqlen=arguments.max_seqlen
         )
     if cu_seqlens is not None:
         if attention_mask is not None:
@@ -147,12 +147,12 @@ def prepare_inputs(
         if cu_seqlens.device != values.device:
             raise InputError(f"cu_seqlens is on {cu_seqlens.device}; the input is on {values.device}")
 
-    input_ids = None if given.input_ids is None else given.input_ids.long()
-    token_type_ids, task_type_ids = _check_types(config, given, grid, values.device)
+    input_ids = None if arguments.input_ids is None else arguments.input_ids.long()
+    token_type_ids, task_type_ids = _check_types(config, arguments, grid, values.device)
     limit = tables.longest(config)
-    if given.inputs_embeds is not None and config.embeddings.skips_given and tables.rotary_positions is None:
+    if arguments.inputs_embeds is not None and config.embeddings.skips_given and tables.rotary_positions is None:
         limit = None  # nothing looks positions up
-    position_ids = given.position_ids
+    position_ids = arguments.position_ids
     if position_ids is not None:
         if position_ids.dim() == 2 and position_ids.shape[0] == 1 and not packed:
             position_ids = position_ids.expand(grid)  # transformers takes one row for the whole batch
@@ -172,7 +172,7 @@ def prepare_inputs(
         batch.check(ranges)
         batch = replace(batch, cache={})  # the caller's may come back, with other tensors in use
     elif cu_seqlens is not None:
-        batch = PackedBatch.from_cu_seqlens(cu_seqlens, given.max_seqlen, grid[0], ranges)
+        batch = PackedBatch.from_cu_seqlens(cu_seqlens, arguments.max_seqlen, grid[0], ranges)
     else:
         batch = PackedBatch.from_mask(attention_mask, grid[0], grid[1], values.device, ranges, labels, has_padding)
     if position_ids is None and batch.seqlen is None:
@@ -188,24 +188,26 @@ def prepare_inputs(
     positions = given_positions
     if tables.positions is not None and positions is None:
         positions = batch.local_positions()
-    ids = EmbeddingIds(pack(input_ids), positions, pack(token_type_ids), pack(task_type_ids), pack(given.inputs_embeds))
+    ids = EmbeddingIds(
+        pack(input_ids), positions, pack(token_type_ids), pack(task_type_ids), pack(arguments.inputs_embeds)
+    )
     if config.distances is None:
         return EncoderInputs(batch, ids)
     columns = batch.columns_with_gaps(config.distances.are_absolute)
     return EncoderInputs(batch, ids, columns if given_positions is None else given_positions, columns)
 
 
-def _check_values(given: ModelInputs, tables: TableSizes) -> tuple[torch.Tensor, torch.Size, bool]:
+def _check_values(arguments: ModelInputs, tables: TableSizes) -> tuple[torch.Tensor, torch.Size, bool]:
     """Ids or embeddings, their leading shape, and whether they are packed. Raises InputError."""
-    input_ids, inputs_embeds, batch = given.input_ids, given.inputs_embeds, given.batch
-    check_tensors(given.tensors())
+    input_ids, inputs_embeds, batch = arguments.input_ids, arguments.inputs_embeds, arguments.batch
+    check_tensors(arguments.tensors())
     if batch is not None and not isinstance(batch, PackedBatch):
         raise InputError(f"batch is a {type(batch).__name__}; it must be the PackedBatch of a PackedInputs")
     if (input_ids is None) == (inputs_embeds is None):
         raise InputError("give exactly one of input_ids and inputs_embeds")
     values: Any = input_ids if input_ids is not None else inputs_embeds  # one of them is there
     grid = values.shape if input_ids is not None else values.shape[:-1]
-    packed = given.cu_seqlens is not None or batch is not None
+    packed = arguments.cu_seqlens is not None or batch is not None
     if len(grid) != (1 if packed else 2):
         expected = "(total_tokens,), packed" if packed else "(batch, seqlen)"
         raise InputError(f"the input has shape {tuple(values.shape)}; its leading shape must be {expected}")
@@ -219,10 +221,10 @@ def _check_values(given: ModelInputs, tables: TableSizes) -> tuple[torch.Tensor,
 
 
 def _check_types(
-    config: EncoderConfig, given: ModelInputs, grid: torch.Size, device: torch.device
+    config: EncoderConfig, arguments: ModelInputs, grid: torch.Size, device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The token types and task types that this config has a use for. Raises InputError."""
-    token_type_ids, task_type_ids = given.token_type_ids, given.task_type_ids
+    token_type_ids, task_type_ids = arguments.token_type_ids, arguments.task_type_ids
     if config.embeddings.token_type is None and config.family.ignores_types:
         token_type_ids = None
     token_type_ids = _like_input("token_type_ids", token_type_ids, grid, device)
@@ -236,14 +238,14 @@ def _check_types(
     return token_type_ids, task_type_ids
 
 
-def _check_batch(batch: PackedBatch, given: torch.Tensor, grid, **others: Any) -> None:
+def _check_batch(batch: PackedBatch, values: torch.Tensor, grid, **others: Any) -> None:
     for name, value in others.items():
         if value is not None:
             raise InputError(f"{name} and batch exclude each other: a PackedBatch says which tokens there are")
     if grid[0] != batch.total_tokens:
         raise InputError(f"the input has {grid[0]} tokens; its batch has {batch.total_tokens}")
-    if batch.cu_seqlens.device != given.device:
-        raise InputError(f"the batch is on {batch.cu_seqlens.device}; the input is on {given.device}")
+    if batch.cu_seqlens.device != values.device:
+        raise InputError(f"the batch is on {batch.cu_seqlens.device}; the input is on {values.device}")
 
 
 def refuse_others(root: nn.Module, is_padded: bool) -> None:

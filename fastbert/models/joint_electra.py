@@ -62,24 +62,24 @@ class ElectraForJointPreTraining(nn.Module):
 
         Or a PackedInputs with such labels: no device is waited for. Returns `loss`, the two of which it is
         made (`generator_loss`, `discriminator_loss`), and, of input_ids' shape, the discriminator's `logits` and what
-        is `replaced` (1; slack has -100). Replacements are sampled from the generator with torch's generator; a sample
-        that equals the original counts as original.
+        is `replaced` (1; padding rows have -100). Replacements are sampled from the generator with torch's generator; a
+        sample that equals the original counts as original.
 
         num_items_in_batch: as of other models: of `labels`, and of `tokens`, which are real; their means are the two
         terms of the loss.
         """
         items = {} if num_items_in_batch is None else num_items_in_batch
-        given = {} if labels is None else {"labels": labels}
+        passed = {} if labels is None else {"labels": labels}
         if isinstance(input_ids, PackedInputs):
-            given = labels_of(input_ids, given)
-        check_tensors(given)
-        if "labels" not in given:
+            passed = labels_of(input_ids, passed)
+        check_tensors(passed)
+        if "labels" not in passed:
             raise InputError("joint pre-training needs labels")
         generator = self.generator
-        asked = ModelInputs(input_ids, attention_mask, token_type_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
-        inputs = generator.base_model.prepare(asked)
-        packed_labels = generator.check_given(given, inputs.batch)["labels"]
-        encoded, _ = generator.run_base(inputs, asked)
+        arguments = ModelInputs(input_ids, attention_mask, token_type_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        inputs = generator.base_model.prepare(arguments)
+        packed_labels = generator.check_options(passed, inputs.batch)["labels"]
+        encoded, _ = generator.run_base(inputs, arguments)
         packed, batch = encoded.packed, encoded.batch
         kept = masked_lm.labelled_tokens(packed_labels, batch)
         hidden = generator.masked_lm_hidden(packed.index_select(0, kept))
@@ -92,7 +92,7 @@ class ElectraForJointPreTraining(nn.Module):
             probs = linear(generator.get_output_embeddings(), hidden).float().softmax(-1)
             # torch.multinomial's own way and bits, but for its look at whether all are numbers: that is a wait.
             sampled = (probs / torch.empty_like(probs).exponential_(1)).argmax(-1) if kept.numel() else targets
-            # Slack has no label, and what its copies say of the one token that stands for them must be one thing.
+            # Padding rows have no label. Their copies must say one thing of the one token that stands for them.
             sampled = sampled.where(targets != -100, 0)
             is_replaced = (sampled != targets).long().where(targets != -100, -100)
             if isinstance(input_ids, PackedInputs):

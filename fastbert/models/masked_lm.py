@@ -19,10 +19,10 @@ from fastbert.layers.leaves import (
     is_plain,
     linear,
     make_norm,
-    norm_kind,
+    norm_type_of,
     norm_weights,
     parent_of,
-    place,
+    set_module,
     weights_of,
     within,
 )
@@ -42,7 +42,7 @@ class MaskedLMHeadModel(HeadModel):
 
     @property
     def masked_lm(self) -> MaskedLM:
-        return self.head_form.of(self.config)
+        return self.head_spec.of(self.config)
 
     def build_masked_lm(self, config: EncoderConfig) -> None:
         names = self.masked_lm
@@ -55,7 +55,7 @@ class MaskedLMHeadModel(HeadModel):
         for role in names.order:
             path = getattr(names, role)
             if path is not None:
-                place(self, path, leaves[role]())
+                set_module(self, path, leaves[role]())
         if names.bias is not None:
             parent, _, leaf = names.bias.rpartition(".")
             get_leaf(self, parent).register_parameter(leaf, nn.Parameter(torch.zeros(config.vocab_size)))
@@ -130,7 +130,7 @@ class MaskedLMHeadModel(HeadModel):
         return weights_of(decoder).weight.shape[0] if is_linear(decoder) else self.config.vocab_size
 
     def decoder_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy of decoder(hidden) (tokens, vocab_size), of slack among them not (-100)."""
+        """Mean cross-entropy of decoder(hidden) (tokens, vocab_size), without padding rows (-100)."""
         read = self._read_decoder()
         if read is not None:
             return ops.cross_entropy(hidden, *read, labels)
@@ -232,7 +232,7 @@ class MaskedLMHeadModel(HeadModel):
         if any([is_called(self, path) for path in scopes if path is not None]):
             return "a container of the head has hooks"
         dense, norm = get_leaf(self, names.dense), get_leaf(self, names.norm)
-        if decoder is None or not is_linear(dense) or norm_kind(norm) != "layer":
+        if decoder is None or not is_linear(dense) or norm_type_of(norm) != "layer":
             return "a leaf of the head is no plain module"
         activation = ACTIVATIONS[value_of(names.activation, self.config)]
         return ops.MaskedLMOperands(weights_of(dense), activation, norm_weights(norm), *decoder)
@@ -247,52 +247,52 @@ class ForMaskedLM(MaskedLMHeadModel):
     def build_head(self, config):
         self.build_masked_lm(config)
 
-    def check_given(self, given, batch):
-        return {name: token_labels(labels, batch, self.num_words()) for name, labels in given.items()}
+    def check_options(self, options, batch):
+        return {name: token_labels(labels, batch, self.num_words()) for name, labels in options.items()}
 
-    def compute(self, encoded, given):
+    def compute(self, encoded, options):
         packed, batch = encoded.packed, encoded.batch
-        if not given:
+        if not options:
             return {"logits": self.masked_lm_logits(packed, batch)}
-        if value_of(self.head_form.sparse, self.config):
-            kept = labelled_tokens(given["labels"], batch)
+        if value_of(self.head_spec.sparse, self.config):
+            kept = labelled_tokens(options["labels"], batch)
             logits = self.masked_lm_scores(packed.index_select(0, kept))
-            return {"loss": ops.logits_cross_entropy(logits, given["labels"].index_select(0, kept)), "logits": logits}
+            return {"loss": ops.logits_cross_entropy(logits, options["labels"].index_select(0, kept)), "logits": logits}
         logits = Deferred(lambda: self.masked_lm_logits(packed, batch), packed.device.type)
-        return {"loss": self.masked_lm_loss(packed, batch, given["labels"]), "logits": logits}
+        return {"loss": self.masked_lm_loss(packed, batch, options["labels"]), "logits": logits}
 
 
 class ForNextSentencePrediction(HeadModel):
     """Is sentence B what follows A (0) or a random one (1)?"""
 
-    head_form: ClassVar[SentencePair]
+    head_spec: ClassVar[SentencePair]
 
     @property
     def needs_pooler(self):
         return True
 
     def build_head(self, config):
-        place(self, self.head_form.out, nn.Linear(config.hidden_size, 2))
+        set_module(self, self.head_spec.out, nn.Linear(config.hidden_size, 2))
 
-    def check_given(self, given, batch):
-        classes = self.classes_at(self.head_form.out)
-        return {name: class_labels(labels, batch, classes) for name, labels in given.items()}
+    def check_options(self, options, batch):
+        classes = self.classes_at(self.head_spec.out)
+        return {name: class_labels(labels, batch, classes) for name, labels in options.items()}
 
-    def compute(self, encoded, given):
-        path = self.head_form.out
+    def compute(self, encoded, options):
+        path = self.head_spec.out
         logits = within(self, parent_of(path), lambda x: linear(get_leaf(self, path), x), encoded.pooled())
-        loss = self.class_loss(path, logits, given["labels"], encoded.batch) if given else None
+        loss = self.class_loss(path, logits, options["labels"], encoded.batch) if options else None
         return {"loss": loss, "logits": logits}
 
 
 class ForPreTraining(MaskedLMHeadModel):
     """Masked LM and a sentence-pair head together: next sentence (BERT) or sentence order (ALBERT)."""
 
-    head_form: ClassVar[PreTraining]
+    head_spec: ClassVar[PreTraining]
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        cls.option_names = ("labels", cls.head_form.pair_label)
+        cls.option_names = ("labels", cls.head_spec.pair_label)
 
     @property
     def needs_pooler(self):
@@ -318,48 +318,48 @@ class ForPreTraining(MaskedLMHeadModel):
 
     @property
     def masked_lm(self):
-        return self.head_form.masked_lm.of(self.config)
+        return self.head_spec.masked_lm.of(self.config)
 
     @property
     def label_leaf(self):
-        return None if isinstance(self.head_form.pair_size, int) else self.head_form.pair
+        return None if isinstance(self.head_spec.pair_size, int) else self.head_spec.pair
 
     def build_head(self, config):
         self.build_masked_lm(config)
-        place(self, self.head_form.pair, nn.Linear(config.hidden_size, value_of(self.head_form.pair_size, config)))
+        set_module(self, self.head_spec.pair, nn.Linear(config.hidden_size, value_of(self.head_spec.pair_size, config)))
 
-    def check_given(self, given, batch):
-        if len(given) < 2:  # as transformers: the loss needs both kinds of labels
+    def check_options(self, options, batch):
+        if len(options) < 2:  # as transformers: the loss needs both kinds of labels
             return {}
-        name = self.head_form.pair_label
-        pairs = class_labels(given[name], batch, self.classes_at(self.head_form.pair), name)
-        return {"labels": token_labels(given["labels"], batch, self.num_words()), name: pairs}
+        name = self.head_spec.pair_label
+        pairs = class_labels(options[name], batch, self.classes_at(self.head_spec.pair), name)
+        return {"labels": token_labels(options["labels"], batch, self.num_words()), name: pairs}
 
-    def compute(self, encoded, given):
+    def compute(self, encoded, options):
         packed, batch, pooled = encoded.packed, encoded.batch, encoded.pooled()
-        outer, has_loss = self.outer_container, bool(given)
+        outer, has_loss = self.outer_container, bool(options)
         if outer is not None and is_called(self, outer):
             scores, pair = within(
                 self, outer, lambda *both: (self.token_scores(both[0]), self.pair(both[1])), packed, pooled
             )
             logits = batch.unpack(scores)
             if has_loss:
-                loss = ops.logits_cross_entropy(scores, given["labels"])
+                loss = ops.logits_cross_entropy(scores, options["labels"])
         elif has_loss:
-            pair, loss = self.pair(pooled), self.masked_lm_loss(packed, batch, given["labels"])
+            pair, loss = self.pair(pooled), self.masked_lm_loss(packed, batch, options["labels"])
             logits = Deferred(lambda: self.masked_lm_logits(packed, batch), packed.device.type)
         else:
             pair, logits = self.pair(pooled), self.masked_lm_logits(packed, batch)
-        fields = {"prediction_logits": logits, self.head_form.pair_logits: pair}
+        fields = {"prediction_logits": logits, self.head_spec.pair_logits: pair}
         if not has_loss:
             return fields
-        name = self.head_form.pair_label
-        pair_loss = self.class_loss(self.head_form.pair, pair, given[name], batch, name)
+        name = self.head_spec.pair_label
+        pair_loss = self.class_loss(self.head_spec.pair, pair, options[name], batch, name)
         return {"loss": {"labels": loss, name: pair_loss}, **fields}
 
     def pair(self, pooled: torch.Tensor) -> torch.Tensor:
         """Scores of a pair of sentences: (batch, hidden_size) -> (batch, 2)."""
-        head = self.head_form
+        head = self.head_spec
         scope = parent_of(head.pair)
 
         def run(x):

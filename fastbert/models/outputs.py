@@ -41,14 +41,14 @@ class _Fields:
     made when it is asked for, since that takes as many calls as the import of some modules.
     """
 
-    def __get__(self, output: ModelOutput | None, kind: type[ModelOutput]) -> dict[str, dataclasses.Field]:
-        return _fields(kind.FIELDS)
+    def __get__(self, output: ModelOutput | None, owner: type[ModelOutput]) -> dict[str, dataclasses.Field]:
+        return _fields(owner.FIELDS)
 
 
 @cache  # `hasattr` and `is_dataclass` ask at each call of a model, and making it takes 0.6 ms
 def _fields(names: tuple[str, ...]) -> dict[str, dataclasses.Field]:
-    made = dataclasses.make_dataclass("", [(name, Any, dataclasses.field(default=None)) for name in names])
-    return {each.name: each for each in dataclasses.fields(made)}
+    data_class = dataclasses.make_dataclass("", [(name, Any, dataclasses.field(default=None)) for name in names])
+    return {each.name: each for each in dataclasses.fields(data_class)}
 
 
 class ModelOutput(OrderedDict):

@@ -12,8 +12,8 @@ from torch import nn
 from fastbert import ops
 from fastbert.config import EncoderConfig
 from fastbert.errors import ConfigError
-from fastbert.layers.fingerprint import forget_all
-from fastbert.layers.leaves import get_leaf, is_plain, place
+from fastbert.layers.guard import forget_all
+from fastbert.layers.leaves import get_leaf, is_plain, set_module
 from fastbert.layers.quantized import QuantizedLinear
 from fastbert.models.tree import RunsBaseModel, base_models, linear_paths
 
@@ -53,7 +53,7 @@ def place_int8(root: nn.Module, config: EncoderConfig) -> bool:
             leaf = get_leaf(root, path)
             assert isinstance(leaf, nn.Linear)
             like = {"device": leaf.weight.device, "dtype": leaf.weight.dtype}
-            place(root, path, QuantizedLinear(leaf.in_features, leaf.out_features, leaf.bias is not None, **like))
+            set_module(root, path, QuantizedLinear(leaf.in_features, leaf.out_features, leaf.bias is not None, **like))
     return len(entry[KEEP]) < len(paths)
 
 
@@ -107,7 +107,7 @@ def make_int8(model: nn.Module, leaves: dict[str, nn.Linear], scales: Mapping[st
         forget_all(root)
     with torch.inference_mode(False):  # tensors made in inference mode keep no version of what is written to them
         for name in list(leaves):
-            place(model, name, QuantizedLinear.from_linear(leaves.pop(name), scales.get(name, 0.0)))
+            set_module(model, name, QuantizedLinear.from_linear(leaves.pop(name), scales.get(name, 0.0)))
         model.to(_companion_dtype(device)).requires_grad_(False).eval()
     for _, root, config in bases:
         entry = entry_of(root, config)

@@ -66,13 +66,13 @@ def find(torch_version: str) -> tuple[Build | None, str | None]:
         return None, f"{written} is damaged ({type(error).__name__}: {error})"
 
 
-def keep(made: Path, torch_version: str) -> Build:
+def keep(library: Path, torch_version: str) -> Build:
     """Move a library and its stamp, which were made on the same disk, to where `find` looks."""
-    stamp = json.loads((made.parent / recipe.STAMP).read_text(encoding="utf-8"))
-    stamp["sha256"] = _digest(made)
+    stamp = json.loads((library.parent / recipe.STAMP).read_text(encoding="utf-8"))
+    stamp["sha256"] = _digest(library)
     written = stamp_path(torch_version)
     stamp["file"] = f"{written.stem}-{stamp['sha256'][:8]}.so"  # no other library has this name, so none is overwritten
-    move(made, folder() / stamp["file"])
+    move(library, folder() / stamp["file"])
     write_text(written, json.dumps(stamp))
     return Build(folder() / stamp["file"], stamp)
 

@@ -1,5 +1,5 @@
 """Entries of many dicts, compared at once: by the extension where it is there (csrc/dict_entries.h), else by maps,
-which make no Python frame or loop. Hundreds of them are looked at before each text (layers/fingerprint.py).
+which make no Python frame or loop. Hundreds of them are looked at before each text (layers/guard.py).
 """
 
 from __future__ import annotations

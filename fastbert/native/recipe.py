@@ -84,8 +84,8 @@ def torch_is_there() -> bool:
     import importlib.metadata  # not at the top: this file is imported with every model
 
     folders = [*sys.path, *site_folders()]
-    for found in importlib.metadata.distributions(name="torch", path=folders):
-        if version_pair(found.version) < OLDEST_TORCH:
+    for distribution in importlib.metadata.distributions(name="torch", path=folders):
+        if version_pair(distribution.version) < OLDEST_TORCH:
             return False  # the first is the one that would be imported
         sys.path += [folder for folder in site_folders() if folder not in sys.path]
         return True
@@ -189,10 +189,10 @@ def extension(with_cuda: bool) -> Any:
     flags: Any = COMPILE_FLAGS
     if with_cuda:
         flags = {"cxx": [*COMPILE_FLAGS, "-DFASTBERT_WITH_CUDA", "-DUSE_CUDA"], "nvcc": NVCC_FLAGS}
-    kind = torch_builds.CUDAExtension if with_cuda else torch_builds.CppExtension
-    made = kind("fastbert._C", [str(p) for p in paths], extra_compile_args=flags)
-    made.optional = True  # editable installs then do not look for a library that was not built
-    return made
+    extension_type = torch_builds.CUDAExtension if with_cuda else torch_builds.CppExtension
+    extension_module = extension_type("fastbert._C", [str(p) for p in paths], extra_compile_args=flags)
+    extension_module.optional = True  # editable installs then do not look for a library that was not built
+    return extension_module
 
 
 def build_command() -> type:

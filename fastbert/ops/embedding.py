@@ -121,8 +121,8 @@ def _check_shapes(ids, tables, vectors) -> None:
     """Raise ValueError where a kernel would read beyond a tensor, whatever the ids' values: it takes one number of
     tokens and one width for all of them. The C++ operators look for themselves."""
     first = next((name for name, t in ids.items() if t is not None), "inputs_embeds")
-    given = [t for t in tables.values() if t is not None]
-    count, width = (tables if first == "inputs_embeds" else ids)[first].shape[:1], given[0].shape[-1]
+    present = [t for t in tables.values() if t is not None]
+    count, width = (tables if first == "inputs_embeds" else ids)[first].shape[:1], present[0].shape[-1]
     for name, t in ids.items():
         if t is not None and (t.dtype is not torch.int64 or t.dim() != 1 or t.shape != count):
             raise ValueError(
@@ -295,10 +295,10 @@ def embed_layer_norm(
     options = EmbedLayerNormOptions(padding_idx, position_padding_idx, dropout_p, eps, sparse)
     chosen = select("embed_layer_norm", backend, table, position, token_type, weight, bias)
     if chosen in (Backend.TORCH, Backend.TRITON):
-        given = {"position_ids": position_ids, "input_ids": ids, "token_type_ids": token_type_ids}
+        ids_by_name = {"position_ids": position_ids, "input_ids": ids, "token_type_ids": token_type_ids}
         name = "word" if inputs_embeds is None else "inputs_embeds"
         tables = {"position": position, name: table, "token_type": token_type}
-        _check_shapes(given, tables, {"weight": weight, "bias": bias})
+        _check_shapes(ids_by_name, tables, {"weight": weight, "bias": bias})
     if chosen is Backend.TORCH:
         try:
             return _embed_layer_norm_torch(
@@ -314,7 +314,7 @@ def embed_layer_norm(
                 options,
             )
         except IndexError:  # on a CPU; it names neither the value nor the limit
-            _check_rows(given, tables)
+            _check_rows(ids_by_name, tables)
             raise
     operands = (ids, position_ids, token_type_ids, table, position, token_type)
     return _by_kernels(chosen, operands, weight, bias, options, backend)

@@ -63,8 +63,8 @@ def _logits_cross_entropy_torch(logits, labels, options):
 
 def _log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
     """As torch's, whose gradient exp(x - log_sum_exp) loses what rounding takes of a large log_sum_exp."""
-    top = logits.detach().amax(-1, keepdim=True)
-    return top.squeeze(-1) + (logits - top).exp().sum(-1).log()
+    row_max = logits.detach().amax(-1, keepdim=True)
+    return row_max.squeeze(-1) + (logits - row_max).exp().sum(-1).log()
 
 
 def _sequence_cross_entropy_torch(logits, cu_seqlens, targets):
@@ -78,7 +78,7 @@ def _sequence_cross_entropy_torch(logits, cu_seqlens, targets):
     sequence, inside = token_sequences(cu_seqlens, total_tokens)
     logits = torch.where(inside, logits, -math.inf)
     largest = logits.new_zeros(batch_size).scatter_reduce(0, sequence, logits.detach(), "amax", include_self=False)
-    largest = largest.where(lengths > 0, 0.0)  # slack rows count for the last sequence, and -inf less -inf is NaN
+    largest = largest.where(lengths > 0, 0.0)  # padding rows count for the last sequence, and -inf less -inf is NaN
     total = logits.new_zeros(batch_size).index_add(0, sequence, (logits - largest[sequence]).exp())
     chosen = (cu_seqlens[:-1].long() + targets).clamp(0, total_tokens - 1)
     # The log of an empty sequence's zero total is never used: it is replaced before, so no gradient is NaN.
@@ -99,11 +99,11 @@ register("cross_entropy", Backend.TRITON, _supports_triton)
 
 
 class _Call(NamedTuple):
-    """dtype: of the products; given: of hidden_states, weight and bias, which autocast casts."""
+    """dtype: of the products; input_dtypes: of hidden_states, weight and bias, which autocast casts."""
 
     options: CrossEntropyOptions
     dtype: torch.dtype
-    given: tuple[torch.dtype, ...]
+    input_dtypes: tuple[torch.dtype, ...]
 
 
 def _launch(call, hidden_states, weight, bias, labels, needs_grad):
@@ -119,7 +119,7 @@ def _forward(backend, call, *operands):
 
 def _backward(backend, call, needed, saved, dloss):
     scale = dloss.to(call.dtype)
-    return *(_scaled(gradient, scale, dtype) for gradient, dtype in zip(saved, call.given, strict=True)), None
+    return *(_scaled(gradient, scale, dtype) for gradient, dtype in zip(saved, call.input_dtypes, strict=True)), None
 
 
 def _scaled(gradient, scale, dtype):
@@ -164,8 +164,8 @@ def cross_entropy(
     options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss)
     chosen = select("cross_entropy", backend, hidden_states, weight, bias, labels)
     if chosen is Backend.TRITON:
-        given = tuple([(weight if t is None else t).dtype for t in (hidden_states, weight, bias)])
-        call, operands = _Call(options, compute_dtype(hidden_states), given), (hidden_states, weight, bias)
+        input_dtypes = tuple([(weight if t is None else t).dtype for t in (hidden_states, weight, bias)])
+        call, operands = _Call(options, compute_dtype(hidden_states), input_dtypes), (hidden_states, weight, bias)
         labels = labels.contiguous()
         if needs_grad(*operands):
             return Differentiable.apply(_RULE, chosen, call, *operands, labels)
@@ -253,7 +253,7 @@ def _head_forward(backend, call, hidden_states, indices, labels, dense, dense_bi
 
 def _head_backward(backend, call, needed, saved, dloss):
     indices, x, dense, pre, inner, mean, rstd, weight, dout, dtable, dtable_bias = saved
-    scale, given = dloss.to(call.dtype), weight.dtype  # that of all parameters
+    scale, parameter_dtype = dloss.to(call.dtype), weight.dtype  # that of all parameters
     dinner, dweight, dbias = norm_alone_backward(backend, dout * scale, inner, mean, rstd, weight)
     dpre = ACTIVATIONS_BACKWARD[call.activation](dinner, pre)
     dx = ddense = ddense_bias = None
@@ -261,13 +261,13 @@ def _head_backward(backend, call, needed, saved, dloss):
         dx = torch.mm(dpre, dense).to(call.hidden_dtype)
         dx = dx.new_zeros(call.shape).index_add_(0, indices, dx)
     if needed[3]:
-        ddense = torch.mm(dpre.t(), x).to(given)
+        ddense = torch.mm(dpre.t(), x).to(parameter_dtype)
     if needed[4]:
-        ddense_bias = dpre.sum(0).to(given)
+        ddense_bias = dpre.sum(0).to(parameter_dtype)
     if needed[7]:
-        dtable = _scaled(dtable, scale, given)
+        dtable = _scaled(dtable, scale, parameter_dtype)
     if needed[8]:
-        dtable_bias = _scaled(dtable_bias, scale, given)
+        dtable_bias = _scaled(dtable_bias, scale, parameter_dtype)
     return dx, None, None, ddense, ddense_bias, dweight, dbias, dtable, dtable_bias
 
 
@@ -292,10 +292,10 @@ def _accepts_head(x: torch.Tensor, operands: MaskedLMOperands) -> str | None:
     dtypes = {p.dtype for p in operands.parameters if p is not None}
     if len(dtypes) > 1:
         return f"the head's parameters are {' and '.join(sorted(map(str, dtypes)))}"
-    (given,) = dtypes
+    (parameter_dtype,) = dtypes
     is_autocast = torch.is_autocast_enabled(x.device.type)
-    if given is not torch.float32 if is_autocast else given is not x.dtype:
-        return f"hidden_states are {x.dtype}, the head's parameters {given}"
+    if parameter_dtype is not torch.float32 if is_autocast else parameter_dtype is not x.dtype:
+        return f"hidden_states are {x.dtype}, the head's parameters {parameter_dtype}"
     if operands.decoder_weight.shape[1] > 8192:
         return f"embedding_size {operands.decoder_weight.shape[1]} is above 8192, that of add_layer_norm"
     if not needs_grad(x, *operands.parameters):

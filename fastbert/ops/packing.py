@@ -65,8 +65,8 @@ _UNPACK_RULE = Rule(
 def _check_indices(op: str, indices: torch.Tensor) -> None:
     """What a kernel takes for granted of them, but for their values."""
     if indices.dtype is not torch.int64 or indices.dim() != 1:
-        found = f"{indices.dtype} of shape {tuple(indices.shape)}"
-        raise ValueError(f"{op}: indices is {found}; it must be torch.int64 of shape (total_tokens,)")
+        actual = f"{indices.dtype} of shape {tuple(indices.shape)}"
+        raise ValueError(f"{op}: indices is {actual}; it must be torch.int64 of shape (total_tokens,)")
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:
@@ -166,7 +166,7 @@ def check_offsets_on_cpu(op: str, cu_seqlens: torch.Tensor, total_tokens: int, m
 
 
 def token_sequences(cu_seqlens, total_tokens):
-    """The sequence each token belongs to (total_tokens,), and False for slack rows beyond cu_seqlens[-1]."""
+    """The sequence each token belongs to (total_tokens,), and False for padding rows beyond cu_seqlens[-1]."""
     token = torch.arange(total_tokens, device=cu_seqlens.device)
     sequence = torch.searchsorted(cu_seqlens[1:].long(), token, right=True)
     batch_size = cu_seqlens.shape[0] - 1
@@ -174,9 +174,9 @@ def token_sequences(cu_seqlens, total_tokens):
 
 
 def token_positions(cu_seqlens, total_tokens):
-    """The place of each token in its sequence (total_tokens,); 0 in slack rows."""
+    """The place of each token in its sequence (total_tokens,); 0 in padding rows."""
     token, offsets = torch.arange(total_tokens, device=cu_seqlens.device), cu_seqlens.long()
-    sequence = torch.searchsorted(offsets[1:], token, right=True)  # of slack rows the one behind the last
+    sequence = torch.searchsorted(offsets[1:], token, right=True)  # of padding rows the one behind the last
     return (token - offsets.index_select(0, sequence)) * (token < offsets[-1])
 
 

@@ -21,7 +21,7 @@ class StepSeeds:
 
     def __init__(self, device: torch.device | str):
         self.device = torch.empty(0, device=device).device  # "cuda" is the current GPU
-        self.place = 0  # of the row that comes next
+        self.next_row = 0  # of the row that comes next
         self._most = 0  # rows that a step took
         self._generator = torch.Generator()
         self.rows = torch.empty(0, 2, dtype=torch.int64, device=self.device)
@@ -31,7 +31,7 @@ class StepSeeds:
         where the last step's were, which nobody reads any more.
         """
         self._generator.manual_seed(seed)
-        rows, self.place = self._drawn(self._most), 0
+        rows, self.next_row = self._drawn(self._most), 0
         if len(rows) == len(self.rows):
             self.rows.copy_(rows, non_blocking=True)
         else:
@@ -39,12 +39,12 @@ class StepSeeds:
 
     def take(self, count: int) -> torch.Tensor:
         """The next rows, int64 (count, 2)."""
-        start, self.place = self.place, self.place + count
-        if self.place > len(self.rows):  # in first steps
-            more = self._drawn(self.place - len(self.rows))
+        start, self.next_row = self.next_row, self.next_row + count
+        if self.next_row > len(self.rows):  # in first steps
+            more = self._drawn(self.next_row - len(self.rows))
             self.rows = torch.cat([self.rows, more.to(self.device, non_blocking=True)])
-        self._most = max(self._most, self.place)
-        return self.rows[start : self.place]
+        self._most = max(self._most, self.next_row)
+        return self.rows[start : self.next_row]
 
     def _drawn(self, count: int) -> torch.Tensor:
         # One after the other: the first rows are the same, however many there are.
@@ -78,15 +78,15 @@ def with_same_seeds(function: Callable[..., Any]) -> Callable[..., Any]:
     seeds = _here.seeds
     if seeds is None:
         return function
-    first = seeds.place
+    first = seeds.next_row
 
     def run(*arguments: Any, **options: Any) -> Any:
-        furthest, seeds.place = seeds.place, first
+        furthest, seeds.next_row = seeds.next_row, first
         try:
             with seeds_from(seeds):
                 return function(*arguments, **options)
         finally:
-            seeds.place = max(furthest, seeds.place)
+            seeds.next_row = max(furthest, seeds.next_row)
 
     return run
 

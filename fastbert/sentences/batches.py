@@ -14,7 +14,7 @@ from fastbert.data.tokenized import CHUNK_TEXTS
 from fastbert.errors import InputError
 
 if TYPE_CHECKING:
-    from fastbert.data.windows import Windows
+    from fastbert.data.chunks import Windows
     from fastbert.sentences.signatures import Encode, EncodeSparse, Score
 
 CHUNK_CHARS = 4 << 20  # with CHUNK_TEXTS texts enough to sort well; a token takes some 70 bytes, those cut off, too
@@ -68,19 +68,19 @@ def check_texts(texts: Any, *, pairs: bool = False, windows: Windows | None = No
     return listed
 
 
-def check_iterable(name: str, given: Any, wanted: str, *, pairs: bool = False) -> None:
+def check_iterable(name: str, inputs: Any, wanted: str, *, pairs: bool = False) -> None:
     """Raises TypeError for what gives no inputs, or other ones than are meant: the names of a table's columns."""
-    if hasattr(given, "columns"):  # of pandas, Polars, Arrow
-        raise TypeError(f"{name} is a {type(given).__name__}; {_of_table(given, pairs)}")
-    if isinstance(given, (bytes, Mapping)) or not isinstance(given, Iterable):
-        raise TypeError(f"{name} is a {type(given).__name__}; it must be {wanted}")
+    if hasattr(inputs, "columns"):  # of pandas, Polars, Arrow
+        raise TypeError(f"{name} is a {type(inputs).__name__}; {_of_table(inputs, pairs)}")
+    if isinstance(inputs, (bytes, Mapping)) or not isinstance(inputs, Iterable):
+        raise TypeError(f"{name} is a {type(inputs).__name__}; it must be {wanted}")
 
 
-def check_listed(name: str, given: Any, wanted: str, *, pairs: bool = False) -> None:
+def check_listed(name: str, inputs: Any, wanted: str, *, pairs: bool = False) -> None:
     """The same where a text by itself would be taken for a list of letters."""
-    if isinstance(given, str):
+    if isinstance(inputs, str):
         raise TypeError(f"{name} is a str; it must be {wanted}")
-    check_iterable(name, given, wanted, pairs=pairs)
+    check_iterable(name, inputs, wanted, pairs=pairs)
 
 
 def _of_table(table: Any, pairs: bool) -> str:
@@ -156,12 +156,12 @@ def in_places(
 ) -> torch.Tensor | None:
     """`count` rows, of which each part says some places and what stands there, on `device`; None where no part is."""
     rows = None
-    for places, found in parts:
+    for places, part in parts:
         if count == 1:
-            return found if device is None else found.to(device)
+            return part if device is None else part.to(device)
         if rows is None:
-            rows = found.new_empty((count, found.shape[1]), device=device)
-        rows[torch.from_numpy(places).to(rows.device)] = found.to(rows.device)
+            rows = part.new_empty((count, part.shape[1]), device=device)
+        rows[torch.from_numpy(places).to(rows.device)] = part.to(rows.device)
     return rows
 
 

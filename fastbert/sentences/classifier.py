@@ -18,7 +18,7 @@ from fastbert.sentences.text_model import Aggregate, Devices, InferenceOptions
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from fastbert.data.windows import Windows
+    from fastbert.data.chunks import Windows
 
 
 class TextClassifier(SequenceScorer):

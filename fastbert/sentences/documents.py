@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from fastbert.data.chunks import CORE, OUTSIDE, OVERLAP, Cutter, TokenChunks, Windows
+from fastbert.data.chunks.job import ChunkJob, Rows, chosen, on_host, tokens_at
 from fastbert.data.tokenized import CHUNK_TEXTS, Text, run_batches
-from fastbert.data.windows import CORE, OUTSIDE, OVERLAP, Cutter, TokenWindows, Windows
-from fastbert.data.windows.job import Rows, WindowJob, chosen, on_host, tokens_at
 from fastbert.errors import InputError
 from fastbert.packed_inputs import PackedInputs
 from fastbert.sentences.batches import check_listed, check_texts, in_chunks, longest_first
@@ -62,7 +62,7 @@ def cutter_of(model: TextModel, windows: Windows, task: str | None = None) -> Cu
     return Cutter(tokenizer, length, overlap, with_types=model.has_types, limit=limit, quietly=is_first, at=windows.at)
 
 
-def cut_inputs(model: TextModel, inputs: Sequence[Text], windows: Windows, prompt: str = "") -> TokenWindows:
+def cut_inputs(model: TextModel, inputs: Sequence[Text], windows: Windows, prompt: str = "") -> TokenChunks:
     """The windows of texts, and of pairs of texts, the second of which is cut: the first is whole in each window."""
     cutter = cutter_of(model, windows)
     firsts = list(dict.fromkeys(prompt + one[0] for one in inputs if not isinstance(one, str)))
@@ -71,47 +71,47 @@ def cut_inputs(model: TextModel, inputs: Sequence[Text], windows: Windows, promp
     return cutter.cut([one if isinstance(one, str) else one[1] for one in inputs], before, prompt)
 
 
-def vectors_job(encoder: SentenceEncoder, texts: Sequence[str], options: InferenceOptions) -> WindowJob[torch.Tensor]:
+def vectors_job(encoder: SentenceEncoder, texts: Sequence[str], options: InferenceOptions) -> ChunkJob[torch.Tensor]:
     """The vectors of texts, of those of their windows, in which the overlap does not count: float32 (texts, dim)."""
     windows = options.windows
     assert windows is not None
     if windows.pool == "top3":
         raise InputError("pool of windows is 'top3', which is for scores; of vectors there are mean, max, first")
-    made = cutter_of(encoder, windows, options.task).cut(texts, prompt=options.prompt)
+    chunks = cutter_of(encoder, windows, options.task).cut(texts, prompt=options.prompt)
 
     def finish(rows: Rows) -> torch.Tensor:
-        pooled = windows.combined(np.asarray(rows), made).astype(np.float32)
+        pooled = windows.combined(np.asarray(rows), chunks).astype(np.float32)
         return encoder.finish(torch.from_numpy(pooled).to(encoder.device), options)
 
-    return _pooling_job(encoder, made, made.parts != OVERLAP, options, finish)
+    return _pooling_job(encoder, chunks, chunks.parts != OVERLAP, options, finish)
 
 
 def _pooling_job(
     encoder: SentenceEncoder,
-    made: TokenWindows,
+    chunks: TokenChunks,
     counts: np.ndarray,
     options: InferenceOptions,
     finish: Callable[[Rows], Any],
-) -> WindowJob[Any]:
+) -> ChunkJob[Any]:
     """What the model's pooling makes of the tokens of each window that `counts` says, (pooled_width,)."""
-    sizes = np.bincount(made.of_token[counts], minlength=len(made))
+    sizes = np.bincount(chunks.of_token[counts], minlength=len(chunks))
 
     def reduce(hidden: torch.Tensor, places: np.ndarray) -> np.ndarray:
         offsets = torch.from_numpy(np.append(0, np.cumsum(sizes[places])).astype(np.int32)).to(hidden.device)
-        return on_host(encoder.pooled(chosen(hidden, counts[tokens_at(made, places)]), offsets, options))
+        return on_host(encoder.pooled(chosen(hidden, counts[tokens_at(chunks, places)]), offsets, options))
 
-    return WindowJob(made, encoder.model.last_hidden_state, reduce, finish)
+    return ChunkJob(chunks, encoder.model.last_hidden_state, reduce, finish)
 
 
 def chunks_job(
     encoder: SentenceEncoder, texts: Sequence[str], options: InferenceOptions, late: bool
-) -> WindowJob[Chunks]:
+) -> ChunkJob[Chunks]:
     """The chunks of texts, `options.windows`, and their vectors. A text without a token has none.
 
     Raises InputError: windows have a pool; `late`, of a model that does not pool by the mean.
     """
-    made = _cut_chunks(encoder, texts, options, late)
-    return _late_job(encoder, made, texts, options) if late else _plain_job(encoder, made, options)
+    chunks = _cut_chunks(encoder, texts, options, late)
+    return _late_job(encoder, chunks, texts, options) if late else _plain_job(encoder, chunks, options)
 
 
 def chunk_stream(
@@ -125,19 +125,19 @@ def chunk_stream(
     check_listed("texts", texts, "a list of strings, or what gives them one by one")
     before = 0
     for group in in_chunks(texts, CHUNK_TEXTS):
-        made = _cut_chunks(encoder, check_texts(group), options, late)
+        chunks = _cut_chunks(encoder, check_texts(group), options, late)
         if late:
-            jobs = iter([_late_job(encoder, made, group, options)])
+            jobs = iter([_late_job(encoder, chunks, group, options)])
         else:
-            parts = (made.part(i, min(i + SECTION, len(made))) for i in range(0, len(made), SECTION))
+            parts = (chunks.part(i, min(i + SECTION, len(chunks))) for i in range(0, len(chunks), SECTION))
             jobs = (_plain_job(encoder, part, options) for part in parts)
         for job in jobs:
-            found = job.run(encoder.device, options.batch_tokens, on_tokens=on_tokens)
-            yield replace(found, documents=found.documents + before)
+            result = job.run(encoder.device, options.batch_tokens, on_tokens=on_tokens)
+            yield replace(result, documents=result.documents + before)
         before += len(group)
 
 
-def _cut_chunks(encoder: SentenceEncoder, texts: Sequence[str], options: InferenceOptions, late: bool) -> TokenWindows:
+def _cut_chunks(encoder: SentenceEncoder, texts: Sequence[str], options: InferenceOptions, late: bool) -> TokenChunks:
     assert options.windows is not None
     if options.windows.pool is not None:
         raise InputError(f"pool of windows is {options.windows.pool!r}, and chunks have a vector each: leave it out")
@@ -147,27 +147,27 @@ def _cut_chunks(encoder: SentenceEncoder, texts: Sequence[str], options: Inferen
     return cutter_of(encoder, options.windows, options.task).cut(texts, prompt=options.prompt)
 
 
-def _finished(encoder: SentenceEncoder, made: TokenWindows, rows: np.ndarray, options: InferenceOptions) -> Chunks:
+def _finished(encoder: SentenceEncoder, chunks: TokenChunks, rows: np.ndarray, options: InferenceOptions) -> Chunks:
     """Of what is pooled of each window, float32 (windows, pooled_width), the chunks of those that have a token."""
-    places = made.characters
+    places = chunks.characters
     there = np.flatnonzero(places[:, 0] >= 0)
     vectors = encoder.finish(torch.from_numpy(rows[there]).to(encoder.device), options).cpu().numpy()
-    return Chunks(vectors, made.source[there], *places[there].T)
+    return Chunks(vectors, chunks.source[there], *places[there].T)
 
 
-def _plain_job(encoder: SentenceEncoder, made: TokenWindows, options: InferenceOptions) -> WindowJob[Chunks]:
-    everything = np.ones(len(made.ids), bool)
+def _plain_job(encoder: SentenceEncoder, chunks: TokenChunks, options: InferenceOptions) -> ChunkJob[Chunks]:
+    everything = np.ones(len(chunks.ids), bool)
     return _pooling_job(
-        encoder, made, everything, options, lambda rows: _finished(encoder, made, np.asarray(rows), options)
+        encoder, chunks, everything, options, lambda rows: _finished(encoder, chunks, np.asarray(rows), options)
     )
 
 
 def _late_job(
     encoder: SentenceEncoder,
-    chunks: TokenWindows,
+    chunks: TokenChunks,
     texts: Sequence[str],
     options: InferenceOptions,
-) -> WindowJob[Chunks]:
+) -> ChunkJob[Chunks]:
     """The mean of each chunk's tokens as the whole text makes them, as far as the model goes, and windows of that
     length beyond, in which each token is taken from the core (Guenther et al. 2024, "Late chunking"): float32
     (chunks, hidden_size).
@@ -206,26 +206,26 @@ def _late_job(
         means = (sums / np.maximum(last - first, 1)[:, None]).astype(np.float32)
         return _finished(encoder, chunks, means, options)
 
-    return WindowJob(contexts, encoder.model.last_hidden_state, reduce, joined)
+    return ChunkJob(contexts, encoder.model.last_hidden_state, reduce, joined)
 
 
-def _numbered(made: TokenWindows, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _numbered(chunks: TokenChunks, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of each window the numbers, among the tokens of all texts, of the first and behind the last of its tokens that
     `which` chooses, which stand side by side.
     """
-    in_text = made.parts != OUTSIDE
-    of_token = made.of_token
-    counts = np.bincount(of_token[in_text], minlength=len(made))
-    size_of_text = np.zeros(int(made.source[-1]) + 2, np.int64)
-    np.maximum.at(size_of_text, made.source + 1, made.begins + counts)
-    before = np.cumsum(size_of_text)[made.source] + made.begins
-    place = np.cumsum(in_text) - 1  # of a token among those of texts
-    first_of_window = np.cumsum(counts) - counts
+    in_text = chunks.parts != OUTSIDE
+    of_token = chunks.of_token
+    counts = np.bincount(of_token[in_text], minlength=len(chunks))
+    size_of_text = np.zeros(int(chunks.source[-1]) + 2, np.int64)
+    np.maximum.at(size_of_text, chunks.source + 1, chunks.begins + counts)
+    before = np.cumsum(size_of_text)[chunks.source] + chunks.begins
+    position = np.cumsum(in_text) - 1  # of a token among those of texts
+    first_of_chunk = np.cumsum(counts) - counts
     chosen = np.flatnonzero(which)
-    sizes = np.bincount(of_token[chosen], minlength=len(made))
-    skipped = np.zeros(len(made), np.int64)
+    sizes = np.bincount(of_token[chosen], minlength=len(chunks))
+    skipped = np.zeros(len(chunks), np.int64)
     heads = chosen[np.diff(of_token[chosen], prepend=-1) > 0]
-    skipped[of_token[heads]] = place[heads] - first_of_window[of_token[heads]]
+    skipped[of_token[heads]] = position[heads] - first_of_chunk[of_token[heads]]
     return before + skipped, before + skipped + sizes
 
 
@@ -233,7 +233,7 @@ def token_rows(
     encoder: SentenceEncoder, texts: Sequence[str], options: InferenceOptions, on_texts: Callable[[int], Any]
 ) -> list[dict[str, torch.Tensor]]:
     """For each of the texts what `encode` gives for `output_value=None`."""
-    found: list[dict[str, torch.Tensor]] = [{}] * len(texts)
+    results: list[dict[str, torch.Tensor]] = [{}] * len(texts)
 
     def compute(batch: PackedInputs) -> list[dict[str, torch.Tensor]]:
         hidden, offsets = encoder.model.last_hidden_state(batch), batch["batch"].cu_seqlens
@@ -253,8 +253,8 @@ def token_rows(
 
     budget, size = options.batch_tokens, options.batch_size
     for places, chunk in longest_first(texts):
-        made = encoder.tokenize(chunk, options.prompt, options.task)
-        for batch, rows in run_batches(compute, made, encoder.device, budget, size, on_batch=on_texts):
+        tokenized = encoder.tokenize(chunk, options.prompt, options.task)
+        for batch, rows in run_batches(compute, tokenized, encoder.device, budget, size, on_batch=on_texts):
             for i, row in zip(batch.tolist(), rows, strict=True):
-                found[places[i]] = row
-    return found
+                results[places[i]] = row
+    return results

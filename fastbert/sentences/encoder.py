@@ -33,8 +33,8 @@ from fastbert.sentences.text_model import Devices, InferenceOptions, TextModel, 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from fastbert.data.windows import Windows
-    from fastbert.data.windows.job import WindowJob
+    from fastbert.data.chunks import Windows
+    from fastbert.data.chunks.job import ChunkJob
     from fastbert.sentences.documents import Chunks
     from fastbert.sentences.saving import SavedModule
 
@@ -209,8 +209,8 @@ class SentenceEncoder(TextModel, HasSimilarity, HasDimensions):
 
             with progress_bar(len(listed), show_progress_bar) as bar:
                 rows = token_rows(self.to(device or self.device), listed, options, bar.update)
-            found = [row["token_embeddings"] for row in rows] if output_value else rows
-            return found[0] if one else found
+            outputs = [row["token_embeddings"] for row in rows] if output_value else rows
+            return outputs[0] if one else outputs
         vectors = self.shared_rows(listed, options, show_progress_bar, device, pool, chunk_size)
         if precision != "float32":
             vectors = torch.from_numpy(in_precision(vectors.cpu().numpy(), precision))
@@ -326,13 +326,13 @@ class SentenceEncoder(TextModel, HasSimilarity, HasDimensions):
             if options.windows is not None:
                 job = self.job(listed, options)
                 vectors = job.run(self.device, batch_tokens, on_tokens=on_batch)
-                yield vectors.cpu().numpy(), len(job.windows.ids)
+                yield vectors.cpu().numpy(), len(job.chunks.ids)
                 continue
-            made = self.tokenize(listed, options.prompt)
-            on_cut(len(made.cut))
-            yield self.rows_of(made, options, on_batch).cpu().numpy(), len(made.ids)
+            tokenized = self.tokenize(listed, options.prompt)
+            on_cut(len(tokenized.cut))
+            yield self.rows_of(tokenized, options, on_batch).cpu().numpy(), len(tokenized.ids)
 
-    def job(self, inputs: list[str], options: InferenceOptions) -> WindowJob[torch.Tensor]:
+    def job(self, inputs: list[str], options: InferenceOptions) -> ChunkJob[torch.Tensor]:
         from fastbert.sentences.documents import vectors_job
 
         return vectors_job(self, inputs, options)
@@ -348,13 +348,13 @@ class SentenceEncoder(TextModel, HasSimilarity, HasDimensions):
         if len(modes) == 1 and modes[0] in ("mean", "cls") and not self._leaves_out(options):
             pooling = modes[0]  # what most folders have behind it is, too
             normalizes = len(modules) == 1 and is_plain(modules[0], Normalize) and self._changes_nothing(options)
-        made, is_one_op = self.model.infer(batch, pooling, normalizes)
+        output, is_one_op = self.model.infer(batch, pooling, normalizes)
         if is_one_op and normalizes:
-            return made
+            return output
         with torch.inference_mode():
             if not is_one_op or pooling == "none":
-                made = self.pooled(made, batch["batch"].cu_seqlens.to(made.device), options)
-            return self.finish(made, options)
+                output = self.pooled(output, batch["batch"].cu_seqlens.to(output.device), options)
+            return self.finish(output, options)
 
     def _changes_nothing(self, options: InferenceOptions) -> bool:
         """Whether options leave vectors as the folder's modules make them."""

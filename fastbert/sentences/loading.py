@@ -85,7 +85,7 @@ class Opened:
     int8: bool
     config: dict[str, Any]  # entries of it to change
     given_length: int | None
-    tokenizer_given: dict[str, Any]  # entries of tokenizer_config.json to change
+    tokenizer_entries: dict[str, Any]  # entries of tokenizer_config.json to change
 
     def quantised(self, model: PreTrainedModel) -> PreTrainedModel:
         """The model on its device, frozen, in int8 where that is asked for."""
@@ -96,7 +96,7 @@ class Opened:
 
     def tokenizer(self) -> Tokenizer:
         return load_cutting_tokenizer(
-            self.folder, lowercase=self.settings.transformer.lowercase, given=self.tokenizer_given
+            self.folder, lowercase=self.settings.transformer.lowercase, overrides=self.tokenizer_entries
         )
 
     def whole(self, auto: Any, what: str) -> Any:
@@ -138,26 +138,26 @@ def open_folder(
         raise TypeError(f"unknown argument {unknown[0]!r}; there are: {', '.join(LoadArguments.__annotations__)}")
     if options.get("backend", "torch") != "torch":
         raise ConfigError(f"backend={options['backend']!r} is not supported: fastbert has its own kernels")
-    given, config = _of_model(options, "model_kwargs"), _of_config(options)
-    place = options.get("device")
-    if given.get("device_map") is not None:
-        place = chosen_device(place, given["device_map"])
-    device = pick_device(place)
-    root = resolve(name_or_path, options=_hub_options({**given, **options}), organisation=organisation)
+    model_kwargs, config = _of_model(options, "model_kwargs"), _of_config(options)
+    device_option = options.get("device")
+    if model_kwargs.get("device_map") is not None:
+        device_option = chosen_device(device_option, model_kwargs["device_map"])
+    device = pick_device(device_option)
+    root = resolve(name_or_path, options=_hub_options({**model_kwargs, **options}), organisation=organisation)
     folder = transformer_folder(root, kinds)
-    check_format(folder, given.get("use_safetensors"))
+    check_format(folder, model_kwargs.get("use_safetensors"))
     transformer = transformer_settings(folder, task)
     if task == "sequence-classification":
         check_alone(root)
     own = _of_model(transformer.handed_on, "model_kwargs")
-    dtype = _dtype(_dtype(options.get("dtype", "auto"), given), own, overrides=True)
+    dtype = _dtype(_dtype(options.get("dtype", "auto"), model_kwargs), own, overrides=True)
     cut = transformer.handed_on.get("processor_kwargs", {})
     for name in ("processor_kwargs", "tokenizer_kwargs"):
         cut = {**cut, **(options.get(name) or {})}
-    length, tokenizer_given = _of_tokenizer(cut)
+    length, tokenizer_entries = _of_tokenizer(cut)
     transformer.max_seq_length = transformer.max_seq_length if length is None else length
     settings = read_settings(root, folder, transformer)
-    settings.tokenizer_files[SETTINGS] = settings.tokenizer_files.get(SETTINGS, {}) | tokenizer_given
+    settings.tokenizer_files[SETTINGS] = settings.tokenizer_files.get(SETTINGS, {}) | tokenizer_entries
     prompts = dict(options.get("prompts") or {})
     for name, text in prompts.items():
         check_text(f"prompts[{name!r}]", text)
@@ -173,29 +173,29 @@ def open_folder(
         int8=int8,
         config={**_of_config(transformer.handed_on), **config},
         given_length=options.get("max_seq_length"),
-        tokenizer_given=tokenizer_given,
+        tokenizer_entries=tokenizer_entries,
     )
 
 
 def _of_model(options: Mapping[str, Any], name: str) -> dict[str, Any]:
     """What is handed to a model's `from_pretrained`. Raises ConfigError for what fastbert does not have."""
     refused = left_over({"trust_remote_code": options.get("trust_remote_code")})
-    given = dict(options.get(name) or {})
-    kept = {key: given.pop(key) for key in (*_OF_MODEL, *_HUB) if key in given}
-    given.pop("add_pooling_layer", None)  # no sentence vector goes through it
-    if others := [*left_over(given), *refused]:
+    arguments = dict(options.get(name) or {})
+    kept = {key: arguments.pop(key) for key in (*_OF_MODEL, *_HUB) if key in arguments}
+    arguments.pop("add_pooling_layer", None)  # no sentence vector goes through it
+    if others := [*left_over(arguments), *refused]:
         raise ConfigError(f"{name} has {others[0]!r}; fastbert has: {', '.join((*_OF_MODEL, 'attn_implementation'))}")
     return kept
 
 
 def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
-    given = {key: value for key, value in (options.get("config_kwargs") or {}).items() if key not in _HUB}
-    return left_over(given)
+    entries = {key: value for key, value in (options.get("config_kwargs") or {}).items() if key not in _HUB}
+    return left_over(entries)
 
 
-def _dtype(dtype: Any, given: Mapping[str, Any], *, overrides: bool = False) -> Any:
+def _dtype(dtype: Any, model_kwargs: Mapping[str, Any], *, overrides: bool = False) -> Any:
     """Of `dtype` and of model_kwargs, which must say the same, unless `dtype` `overrides` them."""
-    named = given.get("dtype") or given.get("torch_dtype") or "auto"
+    named = model_kwargs.get("dtype") or model_kwargs.get("torch_dtype") or "auto"
     if dtype == "auto":
         return named
     if not overrides and named != "auto" and str(named).removeprefix("torch.") != str(dtype).removeprefix("torch."):
@@ -203,25 +203,25 @@ def _dtype(dtype: Any, given: Mapping[str, Any], *, overrides: bool = False) -> 
     return dtype
 
 
-def _of_tokenizer(given: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
+def _of_tokenizer(arguments: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
     """The length, and the other entries of tokenizer_config.json to change. Raises ConfigError."""
-    length, side, lowercase = (given.get(name) for name in _OF_TOKENIZER)
-    for name in given:
+    length, side, lowercase = (arguments.get(name) for name in _OF_TOKENIZER)
+    for name in arguments:
         if name not in (*_OF_TOKENIZER, *_HUB, *_WITHOUT_EFFECT, "trust_remote_code"):
             raise ConfigError(f"processor_kwargs has {name!r}; fastbert has: {', '.join(_OF_TOKENIZER)}")
-    left_over({"trust_remote_code": given.get("trust_remote_code")})
+    left_over({"trust_remote_code": arguments.get("trust_remote_code")})
     if length is not None and (type(length) is not int or length < 1):
         raise ConfigError(f"model_max_length is {length!r}; it must be a whole number of at least 1")
     if side not in (None, "left", "right"):
         raise ConfigError(f"truncation_side is {side!r}; it must be left or right")
     if lowercase not in (None, True, False):
         raise ConfigError(f"do_lower_case is {lowercase!r}; it must be True or False")
-    return length, {name: given[name] for name in _OF_TOKENIZER[1:] if given.get(name) is not None}
+    return length, {name: arguments[name] for name in _OF_TOKENIZER[1:] if arguments.get(name) is not None}
 
 
-def _hub_options(given: Mapping[str, Any]) -> HubOptions:
-    folders = {str(given[name]) for name in ("cache_folder", "cache_dir") if given.get(name) is not None}
+def _hub_options(options: Mapping[str, Any]) -> HubOptions:
+    folders = {str(options[name]) for name in ("cache_folder", "cache_dir") if options.get(name) is not None}
     if len(folders) > 1:
         raise ConfigError(f"cache_folder and cache_dir say the same: give one of {' and '.join(sorted(folders))}")
-    chosen = {name: given[name] for name in _HUB if given.get(name) is not None}
+    chosen = {name: options[name] for name in _HUB if options.get(name) is not None}
     return HubOptions(**{**chosen, **({"cache_dir": folders.pop()} if folders else {})})

@@ -35,8 +35,8 @@ def _pool(hidden: torch.Tensor, cu_seqlens: torch.Tensor, mode: str, prompt_toke
         )
         return torch.where(lengths[:, None] > 0, last, 0.0)
     # weightedmean: the weight of a token is its place, which counts from 1 (Muennighoff 2022, section 3).
-    place = token_positions(cu_seqlens, hidden.shape[0]) + 1 + prompt_tokens
-    weighted = ops.at_least_fp32(hidden) * place[:, None]
+    position = token_positions(cu_seqlens, hidden.shape[0]) + 1 + prompt_tokens
+    weighted = ops.at_least_fp32(hidden) * position[:, None]
     # The weights' mean: they run from prompt_tokens + 1 to prompt_tokens + length.
     mean_weight = prompt_tokens + (lengths + 1)[:, None] / 2
     return (ops.pooling(weighted, cu_seqlens, mode="mean") / mean_weight).to(hidden.dtype)

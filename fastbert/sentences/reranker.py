@@ -23,7 +23,7 @@ from fastbert.sentences.text_model import Aggregate, Devices, InferenceOptions
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from fastbert.data.windows import Windows
+    from fastbert.data.chunks import Windows
 
 ORGANISATION = "cross-encoder"  # of names on the hub that have none
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -89,13 +89,13 @@ class Reranker(SequenceScorer):
 
     def saved_settings(self) -> dict[str, Any]:
         fn: Any = self.activation_fn
-        kind: Any = _ACTIVATIONS.get(type(fn).__name__)
-        if type(fn) is not kind or repr(fn) != repr(kind()):  # then its parameters are not the default ones
+        activation: Any = _ACTIVATIONS.get(type(fn).__name__)
+        if type(fn) is not activation or repr(fn) != repr(activation()):  # then its parameters are not the default ones
             raise ConfigError(
                 f"activation_fn is {fn!r}, which a folder cannot name; it can name {', '.join(_ACTIVATIONS)} of"
                 " torch.nn. Nothing was saved"
             )
-        return {"activation_fn": f"{kind.__module__}.{kind.__qualname__}"}
+        return {"activation_fn": f"{activation.__module__}.{activation.__qualname__}"}
 
     @property
     def max_length(self) -> int:
@@ -141,10 +141,10 @@ class Reranker(SequenceScorer):
             pool, chunk_size: what start_multi_process_pool gave, and how many pairs one of its processes gets at once.
             batch_tokens: how many tokens the model gets at a time; a longer pair is a batch of its own. The default is
                 the number with which the device is fastest.
-            windows: how second texts are cut that are too long beside the first, which is whole in each window. None:
+            windows: how second texts are cut that are too long beside the first, which is whole in each chunk. None:
                 the longer text of a pair loses its end. Without a `pool` of its own a text is as good as its best
                 passage (Dai & Callan 2019, "MaxP"); "top3" is the mean of the best three.
-            aggregate: what of the windows is combined: "logits", the default, which tell the best apart where
+            aggregate: what of the chunks is combined: "logits", the default, which tell the best apart where
                 probabilities are all close to 1; "probabilities"; or "vectors", the mean of what goes into the head.
 
         Returns:
@@ -219,10 +219,10 @@ def _activation(model: PreTrainedModel, settings: FolderSettings | None, num_lab
     name = name or extra.get("sbert_ce_default_activation_function")
     if name is None:
         return nn.Sigmoid() if num_labels == 1 else nn.Identity()
-    kind = str(name).rpartition(".")[2]
-    if not str(name).startswith("torch.nn.") or kind not in _ACTIVATIONS:
+    class_name = str(name).rpartition(".")[2]
+    if not str(name).startswith("torch.nn.") or class_name not in _ACTIVATIONS:
         raise ConfigError(
             f"the folder names the activation {name!r}; fastbert has {', '.join(_ACTIVATIONS)} of torch.nn: give"
             " activation_fn"
         )
-    return _ACTIVATIONS[kind]()
+    return _ACTIVATIONS[class_name]()

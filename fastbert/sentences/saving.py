@@ -32,7 +32,7 @@ class SavedModule:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
-    def kind(self) -> str:
+    def class_name(self) -> str:
         return self.path.rpartition(".")[2]
 
 
@@ -71,10 +71,10 @@ def saved_recipe(recipe: Recipe, hidden_size: int) -> list[SavedModule]:
     rest = iter(recipe.modules)
     modes: Any = list(recipe.pooling) if len(recipe.pooling) > 1 else recipe.pooling[0]
     pooling = {"embedding_dimension": hidden_size, "pooling_mode": modes, "include_prompt": recipe.prompt_is_pooled}
-    made = [SavedModule("models.Pooling", pooling)]
+    saved = [SavedModule("models.Pooling", pooling)]
     for module in rest:
         if isinstance(module, Normalize):
-            made.append(SavedModule("models.Normalize"))
+            saved.append(SavedModule("models.Normalize"))
             continue
         assert isinstance(module, nn.Linear)
         activation = type(next(rest))
@@ -85,8 +85,8 @@ def saved_recipe(recipe: Recipe, hidden_size: int) -> list[SavedModule]:
             "activation_function": f"{activation.__module__}.{activation.__qualname__}",
         }
         weights = {f"linear.{key}": t for key, t in module.state_dict().items()}
-        made.append(SavedModule("models.Dense", config, weights))
-    return made
+        saved.append(SavedModule("models.Dense", config, weights))
+    return saved
 
 
 def _transformer(model: TextModel) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def _write_modules(modules: list[SavedModule], root: Path) -> None:
         {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
     ]
     for i, module in enumerate(modules, 1):
-        folder = f"{i}_{module.kind}"
+        folder = f"{i}_{module.class_name}"
         entries.append({"idx": i, "name": str(i), "path": folder, "type": f"sentence_transformers.{module.path}"})
         (root / folder).mkdir()
         if module.config:

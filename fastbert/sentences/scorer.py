@@ -25,8 +25,8 @@ from fastbert.sentences.loading import open_folder
 from fastbert.sentences.text_model import InferenceOptions, TextModel
 
 if TYPE_CHECKING:
-    from fastbert.data.windows import Pool, TokenWindows, Windows
-    from fastbert.data.windows.job import Rows, WindowJob
+    from fastbert.data.chunks import Pool, TokenChunks, Windows
+    from fastbert.data.chunks.job import ChunkJob, Rows
 
 
 class SequenceScorer(TextModel):
@@ -35,7 +35,7 @@ class SequenceScorer(TextModel):
     model: ForSequenceClassification
     what: ClassVar[str]  # that it is given, in messages
     transformer_task, model_type = "sequence-classification", "CrossEncoder"
-    # Of the windows of a text: which of them count, and what of them.
+    # Of the chunks of a text: which of them count, and what of them.
     default_pool: ClassVar[Pool] = "mean"
     default_aggregate: ClassVar[str] = "probabilities"
 
@@ -64,61 +64,61 @@ class SequenceScorer(TextModel):
     def no_rows(self, options: InferenceOptions) -> torch.Tensor:
         return torch.empty(0, self.num_labels, device=self.device, dtype=torch.promote_types(self.dtype, torch.float32))
 
-    def job(self, inputs: list[Text], options: InferenceOptions) -> WindowJob[torch.Tensor]:
-        """The logits of texts, of all their windows (of a pair the second text is cut): see `aggregated`."""
-        made, windows, aggregate = self._windows_of(inputs, options)
+    def job(self, inputs: list[Text], options: InferenceOptions) -> ChunkJob[torch.Tensor]:
+        """The logits of texts, of all their chunks (of a pair the second text is cut): see `aggregated`."""
+        chunks, windows, aggregate = self._chunks_of(inputs, options)
         if aggregate == "vectors":
-            return self._of_vectors(made, windows)
-        return self._of_windows(made, options).then(
-            lambda logits: self._on_device(aggregated(logits, made, windows, aggregate, self.problem_type))
+            return self._of_vectors(chunks, windows)
+        return self._of_chunks(chunks, options).then(
+            lambda logits: self._on_device(aggregated(logits, chunks, windows, aggregate, self.problem_type))
         )
 
     def passages_job(
         self, inputs: list[Text], options: InferenceOptions
-    ) -> WindowJob[tuple[torch.Tensor, list[tuple[int, int]]]]:
-        """With the logits of texts where the best passage of each is: the characters of the window with the highest
-        first logit. Raises InputError: the windows have no logits, for their vectors are combined.
+    ) -> ChunkJob[tuple[torch.Tensor, list[tuple[int, int]]]]:
+        """With the logits of texts where the best passage of each is: the characters of the chunk with the highest
+        first logit. Raises InputError: the chunks have no logits, for their vectors are combined.
         """
-        made, windows, aggregate = self._windows_of(inputs, options)
+        chunks, windows, aggregate = self._chunks_of(inputs, options)
         if aggregate == "vectors":
             raise InputError(
                 "aggregate='vectors' gives chunks no scores, so that none is the best: use 'probabilities' or 'logits'"
             )
 
         def finish(logits: np.ndarray) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-            best = [one[logits[one, 0].argmax()] for one in made.of_texts]
-            places = [(max(0, start), max(0, end)) for start, end in made.characters[best].tolist()]
-            return self._on_device(aggregated(logits, made, windows, aggregate, self.problem_type)), places
+            best = [one[logits[one, 0].argmax()] for one in chunks.of_texts]
+            places = [(max(0, start), max(0, end)) for start, end in chunks.characters[best].tolist()]
+            return self._on_device(aggregated(logits, chunks, windows, aggregate, self.problem_type)), places
 
-        return self._of_windows(made, options).then(finish)
+        return self._of_chunks(chunks, options).then(finish)
 
-    def _windows_of(self, inputs: list[Text], options: InferenceOptions) -> tuple[TokenWindows, Windows, str]:
-        """The windows of inputs, what becomes of them, and what of them is combined."""
+    def _chunks_of(self, inputs: list[Text], options: InferenceOptions) -> tuple[TokenChunks, Windows, str]:
+        """The chunks of inputs, what becomes of them, and what of them is combined."""
         from fastbert.sentences.documents import cut_inputs
 
         assert options.windows is not None
         windows = replace(options.windows, pool=options.windows.pool or self.default_pool)
         return cut_inputs(self, inputs, windows, options.prompt), windows, options.aggregate or self.default_aggregate
 
-    def _of_windows(self, made: TokenWindows, options: InferenceOptions) -> WindowJob[np.ndarray]:
-        """Their logits, (windows, num_labels)."""
-        from fastbert.data.windows.job import WindowJob, on_host
+    def _of_chunks(self, chunks: TokenChunks, options: InferenceOptions) -> ChunkJob[np.ndarray]:
+        """Their logits, (chunks, num_labels)."""
+        from fastbert.data.chunks.job import ChunkJob, on_host
 
-        return WindowJob(made, partial(self.compute, options=options), lambda logits, _: on_host(logits), np.asarray)
+        return ChunkJob(chunks, partial(self.compute, options=options), lambda logits, _: on_host(logits), np.asarray)
 
-    def _of_vectors(self, made: TokenWindows, windows: Windows) -> WindowJob[torch.Tensor]:
-        """The logits of texts, of what goes into the head for their windows, combined."""
-        from fastbert.data.windows.job import WindowJob, on_host
+    def _of_vectors(self, chunks: TokenChunks, windows: Windows) -> ChunkJob[torch.Tensor]:
+        """The logits of texts, of what goes into the head for their chunks, combined."""
+        from fastbert.data.chunks.job import ChunkJob, on_host
 
         if self.model.pooling == "late":
             raise InputError("aggregate='vectors' needs a head over one vector a text, and this model's is over tokens")
 
         @torch.inference_mode()
         def finish(rows: Rows) -> torch.Tensor:
-            vectors = torch.from_numpy(windows.combined(np.asarray(rows), made)).to(self.device, self.dtype)
+            vectors = torch.from_numpy(windows.combined(np.asarray(rows), chunks)).to(self.device, self.dtype)
             return self.model.classified(vectors).to(torch.promote_types(self.dtype, torch.float32))
 
-        return WindowJob(made, self.model.packed_vectors, lambda vectors, _: on_host(vectors), finish)
+        return ChunkJob(chunks, self.model.packed_vectors, lambda vectors, _: on_host(vectors), finish)
 
     def _on_device(self, logits: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(logits).to(self.device)
@@ -126,10 +126,10 @@ class SequenceScorer(TextModel):
     @property
     def problem_type(self) -> str:
         """What labels mean: by the config, or as transformers' pipeline takes it. Raises ConfigError."""
-        given = self.model.config.problem_type
-        if given not in (None, *PROBLEMS):
-            raise ConfigError(f"problem_type {given!r} is none of {', '.join(PROBLEMS)}")
-        return given or ("multi" if self.num_labels == 1 else "single") + "_label_classification"
+        configured = self.model.config.problem_type
+        if configured not in (None, *PROBLEMS):
+            raise ConfigError(f"problem_type {configured!r} is none of {', '.join(PROBLEMS)}")
+        return configured or ("multi" if self.num_labels == 1 else "single") + "_label_classification"
 
     @torch.inference_mode()
     def compute(self, batch: PackedInputs, options: InferenceOptions) -> torch.Tensor:
@@ -141,25 +141,25 @@ class SequenceScorer(TextModel):
 
 
 def aggregated(
-    logits: np.ndarray, made: TokenWindows, windows: Windows, aggregate: str, problem_type: str | None
+    logits: np.ndarray, chunks: TokenChunks, windows: Windows, aggregate: str, problem_type: str | None
 ) -> np.ndarray:
-    """The logits of texts, of those of their windows (windows, num_labels): (texts, num_labels), dtype kept.
+    """The logits of texts, of those of their chunks (chunks, num_labels): (texts, num_labels), dtype kept.
 
-    With "logits" these are combined; with "probabilities" the windows' probabilities are, and what comes back are their
+    With "logits" these are combined; with "probabilities" the chunks' probabilities are, and what comes back are their
     logits: `label_probabilities` gives the combined probabilities (which add up to 1, as a softmax does). A text of one
-    window has that one's logits. The values of a regression have no other form.
+    chunk has that one's logits. The values of a regression have no other form.
     """
     if aggregate == "logits" or problem_type == "regression":
-        return windows.combined(logits, made).astype(logits.dtype)
+        return windows.combined(logits, chunks).astype(logits.dtype)
     x = torch.from_numpy(logits.astype(np.float64))
-    found = windows.combined(label_probabilities(x, problem_type).numpy(), made)
+    probabilities = windows.combined(label_probabilities(x, problem_type).numpy(), chunks)
     tiny = np.finfo(np.float64).tiny
-    result = np.log(np.maximum(found, tiny))
+    result = np.log(np.maximum(probabilities, tiny))
     if is_multi_label(problem_type, logits.shape[-1]):  # of a sigmoid: beside the chance that it is none of these
-        result -= np.log(np.maximum(-windows.combined(-torch.sigmoid(-x).numpy(), made), tiny))
-    windows_of_text = np.bincount(made.source)
-    alone = windows_of_text[made.source] == 1
-    result[made.source[alone]] = logits[alone]
+        result -= np.log(np.maximum(-windows.combined(-torch.sigmoid(-x).numpy(), chunks), tiny))
+    chunks_of_text = np.bincount(chunks.source)
+    alone = chunks_of_text[chunks.source] == 1
+    result[chunks.source[alone]] = logits[alone]
     return result.astype(logits.dtype)
 
 

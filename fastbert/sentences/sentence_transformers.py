@@ -37,10 +37,10 @@ def as_sentence_transformer(encoder: SentenceEncoder) -> Any:
 
 def _made_again(encoder: SentenceEncoder, settings: dict[str, Any]) -> Any:
     """Out of a pickle."""
-    made = as_sentence_transformer(encoder)
+    model = as_sentence_transformer(encoder)
     for name, value in settings.items():
-        setattr(made, name, value)
-    return made
+        setattr(model, name, value)
+    return model
 
 
 class PackedTransformer(nn.Module):
@@ -64,8 +64,10 @@ class PackedTransformer(nn.Module):
     tokenize = preprocess  # what releases before 6 called it
 
     def forward(self, features: dict[str, Any], **options: Any) -> dict[str, Any]:
-        given = {name: features[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in features}
-        return {**features, "token_embeddings": self.auto_model(**given).last_hidden_state}
+        inputs = {
+            name: features[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in features
+        }
+        return {**features, "token_embeddings": self.auto_model(**inputs).last_hidden_state}
 
     @property
     def max_seq_length(self) -> int:
@@ -155,15 +157,15 @@ def _modules(encoder: SentenceEncoder) -> list[nn.Module]:
     width, trains = encoder.model.config.hidden_size, not is_quantized(encoder.model)
     encoder.model.requires_grad_(trains)
     pooling = theirs.Pooling(width, list(encoder.recipe.pooling), include_prompt=encoder.recipe.prompt_is_pooled)
-    made: list[nn.Module] = [PackedTransformer(encoder, tokenizer), pooling]
+    own_modules: list[nn.Module] = [PackedTransformer(encoder, tokenizer), pooling]
     rest = iter(encoder.recipe.modules)
     for module in rest:
         if isinstance(module, Normalize):
-            made.append(theirs.Normalize())
+            own_modules.append(theirs.Normalize())
             continue
         assert isinstance(module, nn.Linear)
         has_bias = module.bias is not None
         dense = theirs.Dense(module.in_features, module.out_features, has_bias, next(rest))
         dense.linear = module.requires_grad_(trains)
-        made.append(dense)
-    return made
+        own_modules.append(dense)
+    return own_modules

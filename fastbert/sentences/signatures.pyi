@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from typing_extensions import Unpack
 
+from fastbert.data.chunks import Windows
 from fastbert.data.tokenized import Text
-from fastbert.data.windows import Windows
 from fastbert.sentences.encoder import OutputValue
 from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.reranker import Activation

@@ -205,21 +205,21 @@ class SparseEncoder(TextModel, HasSimilarity):
         self, inputs: list[Text], options: InferenceOptions, on_batch: Callable[[int], Any] = lambda texts: None
     ) -> torch.Tensor:
         device = torch.device("cpu") if options.on_host else self.device
-        found: list[torch.Tensor] = [torch.zeros(0, device=device)] * len(inputs)  # the weights that are not 0
+        row_weights: list[torch.Tensor] = [torch.zeros(0, device=device)] * len(inputs)  # the weights that are not 0
         words: list[torch.Tensor] = [torch.zeros(0, device=device, dtype=torch.int64)] * len(inputs)
         for places, chunk in longest_first(inputs):
-            made = self.tokenize(chunk, options.prompt, options.task)
-            for batch, vectors in self.run(made, options, on_batch):
+            tokenized = self.tokenize(chunk, options.prompt, options.task)
+            for batch, vectors in self.run(tokenized, options, on_batch):
                 text, word = vectors.nonzero(as_tuple=True)
                 counts = text.bincount(minlength=len(batch)).tolist()
                 weights, of_text = vectors[text, word].to(device), word.to(device).split(counts)
                 for i, own, weight in zip(batch.tolist(), of_text, weights.split(counts), strict=True):
-                    words[places[i]], found[places[i]] = own, weight
+                    words[places[i]], row_weights[places[i]] = own, weight
         active = torch.tensor([len(own) for own in words], dtype=torch.int64, device=device)
         text = torch.arange(len(inputs), device=device).repeat_interleave(active)
         empty = torch.zeros(0, device=device)
         indices = torch.stack([text, torch.cat(words) if words else text])
-        values = torch.cat(found) if found else empty
+        values = torch.cat(row_weights) if row_weights else empty
         shape = (len(inputs), self.dim)
         return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)
 

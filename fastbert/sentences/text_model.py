@@ -24,12 +24,12 @@ from fastbert.sentences.pool import ProcessPool
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from fastbert.data.chunks import Windows
+    from fastbert.data.chunks.job import ChunkJob
     from fastbert.data.usage import Usage
-    from fastbert.data.windows import Windows
-    from fastbert.data.windows.job import WindowJob
     from fastbert.sentences.saving import SavedModule
 
-Aggregate = Literal["probabilities", "logits", "vectors"]  # what of the windows of a text is combined
+Aggregate = Literal["probabilities", "logits", "vectors"]  # what of the chunks of a text is combined
 PROMPTS_OF_TASK = {"query": ("query",), "document": ("document", "passage", "corpus")}
 
 Devices = str | torch.device | list[str | torch.device]
@@ -48,7 +48,7 @@ class InferenceOptions:
     on_host: bool = False  # the rows go to the CPU, batch by batch
     task: str | None = None  # "query" or "document": their texts may have a length of their own
     windows: Windows | None = None  # how longer texts are cut; None: they lose their ends
-    aggregate: Aggregate | None = None  # a scorer's, of windows; None: its default
+    aggregate: Aggregate | None = None  # a scorer's, of chunks; None: its default
 
     def __post_init__(self) -> None:
         if self.aggregate not in (None, *get_args(Aggregate)):
@@ -100,9 +100,9 @@ class TextModel(HasModel):
     @classmethod
     def of_parts(cls, *parts: Any, **options: Any) -> Self:
         """One of a model, a tokenizer, a length and so on, which were loaded before."""
-        made = cls.__new__(cls)
-        made._assemble(*parts, **options)
-        return made
+        instance = cls.__new__(cls)
+        instance._assemble(*parts, **options)
+        return instance
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | os.PathLike[str], **options: Any) -> Self:
@@ -205,15 +205,15 @@ class TextModel(HasModel):
         raise NotImplementedError
 
     def run(
-        self, made: Tokenized, options: InferenceOptions, on_batch: Callable[[int], Any] = lambda sequences: None
+        self, tokenized: Tokenized, options: InferenceOptions, on_batch: Callable[[int], Any] = lambda sequences: None
     ) -> Iterator[tuple[np.ndarray, torch.Tensor]]:
         """(the places of a batch's sequences, their rows) of tokenised texts, until all are done."""
         compute = partial(self.compute, options=options)
-        return run_batches(compute, made, self.device, options.batch_tokens, options.batch_size, on_batch=on_batch)
+        return run_batches(compute, tokenized, self.device, options.batch_tokens, options.batch_size, on_batch=on_batch)
 
     def rows_of(
         self,
-        made: Tokenized,
+        tokenized: Tokenized,
         options: InferenceOptions | None = None,
         on_batch: Callable[[int], Any] = lambda sequences: None,
     ) -> torch.Tensor:
@@ -222,8 +222,8 @@ class TextModel(HasModel):
         `on_batch(sequences)` is called after each batch.
         """
         options = InferenceOptions() if options is None else options
-        found = in_places(len(made), self.run(made, options, on_batch))
-        return self.no_rows(options) if found is None else found
+        rows = in_places(len(tokenized), self.run(tokenized, options, on_batch))
+        return self.no_rows(options) if rows is None else rows
 
     def no_rows(self, options: InferenceOptions) -> torch.Tensor:
         """The rows of no input, (0, width) on the model's device."""
@@ -274,8 +274,8 @@ class TextModel(HasModel):
         parts = (
             (np.array(places), self.rows_of_inputs(chunk, options, on_batch)) for places, chunk in longest_first(inputs)
         )
-        found = in_places(len(inputs), parts, "cpu" if options.on_host else None)
-        return self.no_rows(options).to("cpu" if options.on_host else self.device) if found is None else found
+        result = in_places(len(inputs), parts, "cpu" if options.on_host else None)
+        return self.no_rows(options).to("cpu" if options.on_host else self.device) if result is None else result
 
     def _row_of_one(self, one: Any, options: InferenceOptions, on_batch: Callable[[int], Any]) -> torch.Tensor:
         """`rows` of one input: nothing is sorted, cut into batches or put in its place, which takes longer than some
@@ -299,8 +299,8 @@ class TextModel(HasModel):
             return job.run(self.device, options.batch_tokens, options.batch_size, on_tokens=on_batch)
         return self.rows_of(self.tokenize(inputs, options.prompt, options.task), options, on_batch)
 
-    def job(self, inputs: list[Any], options: InferenceOptions) -> WindowJob[torch.Tensor]:
-        """What gives the rows of inputs, on the model's device, of all their windows, `options.windows`."""
+    def job(self, inputs: list[Any], options: InferenceOptions) -> ChunkJob[torch.Tensor]:
+        """What gives the rows of inputs, on the model's device, of all their chunks, `options.windows`."""
         raise NotImplementedError
 
     def shared_rows(
@@ -313,7 +313,7 @@ class TextModel(HasModel):
         chunk_size: int | None,
         **bar_options: Any,
     ) -> torch.Tensor:
-        """`rows` with a bar (of tokens where texts are cut into windows), by this process on its device, or by those of
+        """`rows` with a bar (of tokens where texts are cut into chunks), by this process on its device, or by those of
         a pool, or of a list of devices.
         """
         if chunk_size is not None and pool is None and not isinstance(device, list):

@@ -123,7 +123,7 @@ class AdmissionControl:
 
 def check_key(scope: dict, expected: bytes) -> None:
     """Raises RequestError for a request without the header; the time does not tell how much of it is right."""
-    given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-    scheme, blank, key = given.partition(b" ")
+    credentials = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    scheme, blank, key = credentials.partition(b" ")
     if not hmac.compare_digest(scheme.capitalize() + blank + key, expected):  # the scheme may have any case
         raise RequestError("unauthorized", "the header Authorization must be: Bearer, a space and the API key")

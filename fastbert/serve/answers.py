@@ -83,23 +83,23 @@ def ranking(
     """The texts by their score, the best first; equal ones keep their order. `passages`: where each one's best is."""
     assert isinstance(engine.model, Reranker)
     scores = logits[:, 0] if raw else engine.model.scores(torch.from_numpy(logits)).numpy()
-    found = []
+    ranked = []
     for i in np.argsort(-scores, kind="stable").tolist():
         text = {} if texts is None else {"text": texts[i]}
-        place = {} if passages is None else dict(zip(("start", "end"), passages[i], strict=True))
-        found.append({"index": i, **text, "score": scores[i], **place})
-    return found
+        span = {} if passages is None else dict(zip(("start", "end"), passages[i], strict=True))
+        ranked.append({"index": i, **text, "score": scores[i], **span})
+    return ranked
 
 
 def predictions(engine: Engine, logits: np.ndarray, raw: bool) -> list[list[dict[str, Any]]]:
     """For each input the labels with their scores, the best first."""
     assert isinstance(engine.model, SequenceScorer)
     scores = logits if raw else engine.model.probabilities(torch.from_numpy(logits)).numpy()
-    found = []
+    label_scores = []
     for row in scores:
         order = np.argsort(-row, kind="stable").tolist()
-        found.append([{"score": row[i], "label": engine.labels[i]} for i in order])
-    return found
+        label_scores.append([{"score": row[i], "label": engine.labels[i]} for i in order])
+    return label_scores
 
 
 def by_pipeline(entities: list[dict[str, Any]]) -> list[dict[str, Any]]:

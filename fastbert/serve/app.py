@@ -15,9 +15,9 @@ from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from fastbert.data.windows import Windows
-from fastbert.data.windows.answers import Answers
-from fastbert.data.windows.job import WindowJob
+from fastbert.data.chunks import Windows
+from fastbert.data.chunks.answers import Answers
+from fastbert.data.chunks.job import ChunkJob
 from fastbert.errors import InputError
 from fastbert.sentences.documents import CHUNKS, chunks_job
 from fastbert.sentences.spans.question_answerer import QuestionAnswerer
@@ -26,7 +26,7 @@ from fastbert.serve import schemas
 from fastbert.serve.admission import AdmissionControl
 from fastbert.serve.answers import as_json, by_pipeline, encoded, finished, predictions, ranking, unit_length
 from fastbert.serve.batching import Batcher, ComputeError
-from fastbert.serve.engine import Engine, WindowSequence
+from fastbert.serve.engine import ChunkSequence, Engine
 from fastbert.serve.limits import Limits
 from fastbert.serve.memory import give_back_now_and_then
 from fastbert.serve.metrics import Metrics
@@ -73,10 +73,10 @@ def make_app(
     app = FastAPI(title="fastbert", version=__version__, lifespan=lifespan, redoc_url=None)
     app.state.outcomes = server.metrics.outcomes
     routes = routes_of(server, api := ApiRoutes(server))
-    of_kind = [route for route in routes if engine.kind in route.kinds]
+    own_routes = [route for route in routes if engine.model_type in route.model_types]
     for route in routes:
         app.add_route(route.path, server.answering(route), methods=["POST"])
-    app.add_route("/", server.answering_at_root(of_kind), methods=["POST"])
+    app.add_route("/", server.answering_at_root(own_routes), methods=["POST"])
     gets: dict[str, Callable[[Request], Awaitable[Response]]] = {
         "/health": server.health,
         "/live": server.health,
@@ -87,9 +87,9 @@ def make_app(
     }
     for path, answer in gets.items():
         app.add_route(path, answer, methods=["GET"])  # and HEAD
-    document = openapi.document(engine, limits, of_kind, has_key=api_key is not None, api_inputs=API_INPUTS)
+    document = openapi.document(engine, limits, own_routes, has_key=api_key is not None, api_inputs=API_INPUTS)
     app.openapi = lambda: document  # type: ignore[method-assign]
-    answer_errors(app, server.metrics, [route.path for route in of_kind])
+    answer_errors(app, server.metrics, [route.path for route in own_routes])
     app.add_middleware(
         AdmissionControl,
         metrics=server.metrics,
@@ -135,7 +135,7 @@ class Server:
 
     def answering(self, route: Route) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            self._check_kind(route.kinds)
+            self._check_model_type(route.model_types)
             return await self._answer(route, read_json(request.scope))
 
         return answer
@@ -177,36 +177,38 @@ class Server:
             raise RequestError("validation", "windows: it is false; for chunks it must be true, an object or absent")
         inputs, width = asked.inputs, self.width(asked.dimensions)
         options = self._options(asked.windows, self.prompt(asked.prompt_name), base=CHUNKS)
-        made = await self._run_job(
+        chunked = await self._run_job(
             "inputs", inputs, lambda model: chunks_job(model, inputs, options, asked.late), width
         )
         if asked.return_text:
-            self.limits.check_characters("inputs", int((made.ends - made.starts).sum()))
-        vectors = finished(made.vectors, asked.dimensions, asked.normalize)
-        found: list[list[dict[str, Any]]] = [[] for _ in inputs]
-        places = (each.tolist() for each in (made.documents, made.starts, made.ends))
+            self.limits.check_characters("inputs", int((chunked.ends - chunked.starts).sum()))
+        vectors = finished(chunked.vectors, asked.dimensions, asked.normalize)
+        per_input: list[list[dict[str, Any]]] = [[] for _ in inputs]
+        places = (each.tolist() for each in (chunked.documents, chunked.starts, chunked.ends))
         for vector, i, start, end in zip(vectors, *places, strict=True):
             text = {"text": inputs[i][start:end]} if asked.return_text else {}
-            found[i].append({"start": start, "end": end, **text, "embedding": vector})
-        return found
+            per_input[i].append({"start": start, "end": end, **text, "embedding": vector})
+        return per_input
 
     async def entities(self, asked: schemas.EntitiesRequest) -> Any:
         inputs, windows = asked.inputs, self._options(asked.windows).windows
-        made = await self._run_job("inputs", inputs, lambda model: model.entities_job(inputs, windows, asked.aggregate))
+        per_input = await self._run_job(
+            "inputs", inputs, lambda model: model.entities_job(inputs, windows, asked.aggregate)
+        )
         if not asked.by_pipeline:
-            return made
-        found = [by_pipeline(one) for one in made]
-        return found[0] if len(found) == 1 else found
+            return per_input
+        renamed = [by_pipeline(one) for one in per_input]
+        return renamed[0] if len(renamed) == 1 else renamed
 
     async def answers(self, asked: schemas.AnswersRequest) -> Any:
         windows = self._options(asked.windows).windows
 
-        def job(model: QuestionAnswerer) -> WindowJob[Answers]:
+        def job(model: QuestionAnswerer) -> ChunkJob[Answers]:
             return model.answers_job(asked.inputs, windows, asked.aggregate, asked.no_answer)
 
         columns = await self._run_job("inputs", asked.inputs, job)
-        found = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        return found[0] if asked.by_pipeline and asked.inputs.is_one else found
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        return rows[0] if asked.by_pipeline and asked.inputs.is_one else rows
 
     async def rerank(self, asked: schemas.RerankRequest) -> Any:
         pairs = [(asked.query, text) for text in asked.texts]
@@ -215,14 +217,14 @@ class Server:
         if options.windows is None or options.aggregate == "vectors":  # which gives passages no scores
             logits = await self._rows("texts", pairs, asked, options)
             return ranking(self.engine, logits, asked.raw_scores, texts)
-        found, passages = await self._run_job("texts", pairs, lambda model: model.passages_job(pairs, options))
-        return ranking(self.engine, found.cpu().numpy(), asked.raw_scores, texts, passages)
+        text_logits, passages = await self._run_job("texts", pairs, lambda model: model.passages_job(pairs, options))
+        return ranking(self.engine, text_logits.cpu().numpy(), asked.raw_scores, texts, passages)
 
     async def predict(self, asked: schemas.PredictRequest) -> Any:
         options = self._options(asked.windows, aggregate=asked.aggregate)
         logits = await self._rows("inputs", asked.inputs, asked, options)
-        found = predictions(self.engine, logits, asked.raw_scores)
-        return found[0] if asked.inputs.is_one and not asked.by_pipeline else found
+        label_scores = predictions(self.engine, logits, asked.raw_scores)
+        return label_scores[0] if asked.inputs.is_one and not asked.by_pipeline else label_scores
 
     async def health(self, request: Request) -> Response:
         if not self.batcher.is_alive:
@@ -234,14 +236,14 @@ class Server:
 
     async def info(self, request: Request) -> Response:
         model, labels = self.engine.model, {str(i): label for i, label in enumerate(self.engine.labels)}
-        says: dict[str, Any] = {"dim": self.engine.width} if self.engine.kind in ("embedding", "sparse") else {}
+        says: dict[str, Any] = {"dim": self.engine.width} if self.engine.model_type in ("embedding", "sparse") else {}
         if labels:
             says = {"id2label": labels, "label2id": {label: int(i) for i, label in labels.items()}}
         return await as_json(
             {
                 "model_id": self.engine.name,
                 "model_dtype": str(model.dtype).removeprefix("torch."),
-                "model_type": {self.engine.kind: says},
+                "model_type": {self.engine.model_type: says},
                 "max_concurrent_requests": self.limits.max_concurrent_requests,
                 "max_input_length": model.max_seq_length,
                 "max_batch_tokens": self.batch_tokens,
@@ -251,10 +253,10 @@ class Server:
             }
         )
 
-    def _check_kind(self, kinds: tuple[str, ...]) -> None:
-        if self.engine.kind not in kinds:
+    def _check_model_type(self, model_types: tuple[str, ...]) -> None:
+        if self.engine.model_type not in model_types:
             raise RequestError(
-                "backend", f"{self.engine.name} is no {' or '.join(kinds)} model: it is {self.engine.kind}"
+                "backend", f"{self.engine.name} is no {' or '.join(model_types)} model: it is {self.engine.model_type}"
             )
 
     def prompt(self, name: str | None) -> str:
@@ -266,7 +268,7 @@ class Server:
     def _options(
         self, asked: Any, prompt: str = "", aggregate: Aggregate | None = None, base: Windows | None = None
     ) -> InferenceOptions:
-        """Those of a request: its windows as it says, and what it leaves out as in `base`, or as the model has it.
+        """Those of a request: its chunks as it says, and what it leaves out as in `base`, or as the model has it.
 
         Raises RequestError.
         """
@@ -288,8 +290,10 @@ class Server:
     ) -> np.ndarray:
         """The vectors, or logits, of inputs, which are one sequence each, or are cut into windows: (inputs, width)."""
         if options.windows is None:
-            made = await self.tokenized(field, inputs, options.prompt, asked, first=first, has_windows=first is None)
-            return np.stack(await self.compute(made))
+            prepared = await self.tokenized(
+                field, inputs, options.prompt, asked, first=first, has_windows=first is None
+            )
+            return np.stack(await self.compute(prepared))
         return await self._run_job(
             field, inputs, lambda model: model.job(inputs, options).then(lambda rows: rows.cpu().numpy())
         )
@@ -313,8 +317,8 @@ class Server:
         began = time.perf_counter()
         self._come(inputs)
         self.limits.check_count(field, inputs if first is None else inputs[1:], limit)
-        given = None if asked is None else asked.truncate
-        cuts = self.limits.auto_truncate if given is None else given
+        truncate = None if asked is None else asked.truncate
+        cuts = self.limits.auto_truncate if truncate is None else truncate
         engine = await self._cutting_at(asked.truncation_direction) if cuts and asked is not None else self.engine
         if isinstance(inputs, schemas.Ids):
             self.limits.check_tokens(field, sum(map(len, inputs)))
@@ -334,13 +338,13 @@ class Server:
     async def run_tokenizer(self, inputs: list[Any], began: float, make: Callable[[], Made]) -> Made:
         """What `make()`, which tokenises them, gives of the inputs of a request that came at `began`."""
         try:
-            made, seconds = await self.tokenizing.run(make, inputs, self.limits.timeout_s)
+            result, seconds = await self.tokenizing.run(make, inputs, self.limits.timeout_s)
         except TimeoutError:
             raise self.limits.late() from None
         times = TIMES.get()
         times.tokenizing, times.waiting = seconds, time.perf_counter() - began - seconds
         self.metrics.tokenization.observe(seconds)
-        return made
+        return result
 
     async def _cutting_at(self, side: str | None) -> Engine:
         """The model that cuts texts there. Made when it is first asked for: it is one more tokenizer."""
@@ -352,9 +356,9 @@ class Server:
         return self._cutting[side]
 
     async def _run_job(
-        self, field: str, inputs: list[Any], make: Callable[[Any], WindowJob[Any]], width: int = 0
+        self, field: str, inputs: list[Any], make: Callable[[Any], ChunkJob[Any]], width: int = 0
     ) -> Any:
-        """What the job that `make(model)` gives says of the inputs, `width` numbers of each window. Raises RequestError
+        """What the job that `make(model)` gives says of the inputs, `width` numbers of each chunk. Raises RequestError
         as `compute`, and for too many numbers.
         """
         start = time.perf_counter()
@@ -365,15 +369,15 @@ class Server:
             job = await self.run_tokenizer(inputs, start, cut)
         except InputError as error:
             raise RequestError("validation", f"windows: {error}") from None
-        sequences = [WindowSequence(job, i) for i in range(len(job.windows))]
-        rows = await self.compute(Prepared(field, sequences, job.windows.lengths.tolist(), len(inputs), start))
+        sequences = [ChunkSequence(job, i) for i in range(len(job.chunks))]
+        rows = await self.compute(Prepared(field, sequences, job.chunks.lengths.tolist(), len(inputs), start))
         return await asyncio.to_thread(job.result, rows)
 
-    async def compute(self, made: Prepared) -> list[np.ndarray]:
+    async def compute(self, prepared: Prepared) -> list[np.ndarray]:
         """What the model makes of each sequence. Raises RequestError for what is too much or late, or fails."""
-        self.limits.check_tokens(made.field, tokens := sum(made.lengths))
-        job = self.batcher.submit(made.sequences, made.lengths)
-        rest = made.began + self.limits.timeout_s - time.perf_counter()
+        self.limits.check_tokens(prepared.field, tokens := sum(prepared.lengths))
+        job = self.batcher.submit(prepared.sequences, prepared.lengths)
+        rest = prepared.began + self.limits.timeout_s - time.perf_counter()
         timer = asyncio.get_running_loop().call_later(rest, job.future.cancel)
         try:
             rows = await job.future
@@ -388,7 +392,7 @@ class Server:
         times = TIMES.get()
         times.waiting += job.started - job.submitted
         times.computing = job.finished - job.started
-        self.metrics.on_request(made.count, tokens, time.perf_counter() - made.began, times)
+        self.metrics.on_request(prepared.count, tokens, time.perf_counter() - prepared.began, times)
         return rows
 
     def _come(self, inputs: list[Any]) -> None:

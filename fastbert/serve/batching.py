@@ -27,7 +27,7 @@ class Piece(NamedTuple):
     """A sequence of a job, and its place there."""
 
     job: PendingRequest
-    place: int
+    position: int
 
 
 class PendingRequest:
@@ -184,10 +184,10 @@ class Batcher:
         while batch := take():
             now = time.perf_counter()
             for piece in batch:
-                if piece.place == 0:
+                if piece.position == 0:
                     piece.job.started = now
             try:
-                rows, error = self.compute([piece.job.sequences[piece.place] for piece in batch]), None
+                rows, error = self.compute([piece.job.sequences[piece.position] for piece in batch]), None
             except Exception as caught:  # whatever it is, the clients are told, and the next batch may do better
                 rows, error = None, caught
             with self._changed:
@@ -196,14 +196,14 @@ class Batcher:
 
     def _deliver(self, batch: list[Piece], rows: Rows | None, error: Exception | None) -> None:
         now, tokens = time.perf_counter(), 0
-        for i, (job, place) in enumerate(batch):
-            tokens += job.lengths[place]
+        for i, (job, position) in enumerate(batch):
+            tokens += job.lengths[position]
             if job.future.done():
                 continue
             if rows is None:
                 job.future.set_exception(ComputeError(error))
                 continue
-            job.rows[place] = rows[i]
+            job.rows[position] = rows[i]
             job.missing -= 1
             if not job.missing:
                 job.finished = now

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from fastbert.checkpoint.pretrained import is_classifier, read_config
+from fastbert.data.chunks.job import ChunkJob
 from fastbert.data.long_texts.pieces import groups
 from fastbert.data.sentence_folder import is_splade, transformer_folder
 from fastbert.data.tokenized import CHUNK_TEXTS, pack
-from fastbert.data.windows.job import WindowJob
 from fastbert.hub import resolve
 from fastbert.sentences import Reranker, SentenceEncoder, SparseEncoder, TextClassifier
 from fastbert.sentences.scorer import label_names
@@ -22,11 +22,11 @@ from fastbert.sentences.spans.token_classifier import TokenClassifier
 from fastbert.sentences.text_model import InferenceOptions, TextModel
 
 
-class WindowSequence(NamedTuple):
-    """A window of a request, which knows what is computed of it."""
+class ChunkSequence(NamedTuple):
+    """A chunk of a request, which knows what is computed of it."""
 
-    job: WindowJob[Any]
-    place: int
+    job: ChunkJob[Any]
+    position: int
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Engine:
     """
 
     name: str
-    kind: str
+    model_type: str
     model: TextModel
     labels: list[str]
     options = InferenceOptions(normalize=False)
@@ -53,31 +53,31 @@ class Engine:
         """
         sequences, lengths, cut = list[Any](), list[int](), list[int]()
         for group in groups(inputs, CHUNK_TEXTS):
-            made = self.model.tokenize(inputs[group], prompt)
-            sequences += made
-            lengths += made.lengths.tolist()
-            cut += [group.start + i for i in made.cut[:1]]
+            tokenized = self.model.tokenize(inputs[group], prompt)
+            sequences += tokenized
+            lengths += tokenized.lengths.tolist()
+            cut += [group.start + i for i in tokenized.cut[:1]]
             if cut and not cuts:
                 break
         return sequences, lengths, cut[0] if cut else None
 
     def compute(self, sequences: list[Any]) -> list[np.ndarray]:
-        """Of each sequence its vector, or its logits; or what its job makes of a window.
+        """Of each sequence its vector, or its logits; or what its job makes of a chunk.
 
-        Sequences of all requests are one batch, and so are the windows of one.
+        Sequences of all requests are one batch, and so are the chunks of one.
         """
         rows: list[Any] = [None] * len(sequences)
-        whole = [i for i, one in enumerate(sequences) if not isinstance(one, WindowSequence)]
+        whole = [i for i, one in enumerate(sequences) if not isinstance(one, ChunkSequence)]
         if whole:
             with torch.inference_mode():
                 batch = pack([sequences[i] for i in whole]).to(self.model.device)
                 for i, row in zip(whole, self.model.compute(batch, self.options).cpu().numpy(), strict=True):
                     rows[i] = row
-        windows = [(i, one) for i, one in enumerate(sequences) if isinstance(one, WindowSequence)]
-        for _, group in groupby(windows, key=lambda entry: id(entry[1].job)):
+        chunks = [(i, one) for i, one in enumerate(sequences) if isinstance(one, ChunkSequence)]
+        for _, group in groupby(chunks, key=lambda entry: id(entry[1].job)):
             members = list(group)
-            job, places = members[0][1].job, np.array([one.place for _, one in members])
-            batch = job.windows.pack(places).to(self.model.device)
+            job, places = members[0][1].job, np.array([one.position for _, one in members])
+            batch = job.chunks.pack(places).to(self.model.device)
             for (i, _), row in zip(members, job.compute(batch, places), strict=True):
                 rows[i] = row
         return rows

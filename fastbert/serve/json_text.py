@@ -35,17 +35,17 @@ def loads(body: bytes) -> Any:
         return orjson.loads(body)
     try:
         text = body.decode()
-        found = json.loads(text, parse_constant=_no_number)
+        value = json.loads(text, parse_constant=_no_number)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     _check_surrogates(text)
-    return found
+    return value
 
 
-def kind(value: Any) -> str:
+def json_type(value: Any) -> str:
     """What JSON calls a value that was read."""
-    kinds = {str: "text", bool: "truth value", int: "number", float: "number", list: "list"}
-    return "null" if value is None else "an object" if isinstance(value, dict) else f"a {kinds[type(value)]}"
+    names = {str: "text", bool: "truth value", int: "number", float: "number", list: "list"}
+    return "null" if value is None else "an object" if isinstance(value, dict) else f"a {names[type(value)]}"
 
 
 def _plain(content: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fastbert.data.windows import CHECK
+from fastbert.data.chunks import CHECK
 from fastbert.serve.request_errors import RequestError
 
 MAX_NUMBERS = 1 << 23  # of the vectors of an answer: 2,048 of 4,096
@@ -41,7 +41,7 @@ class Limits:
         self.check_numbers(field, len(inputs), width)
 
     def check_tokens(self, field: str, tokens: int) -> None:
-        """`tokens`: of all texts and windows, or of those that were counted so far."""
+        """`tokens`: of all texts and chunks, or of those that were counted so far."""
         limit = self.max_request_tokens
         if tokens > limit:
             raise RequestError("too_large", f"{field} has more than the {limit:,} tokens that a request may have")
@@ -65,13 +65,13 @@ class Limits:
             raise RequestError("too_large", f"{told}; an answer may have {MAX_CHARACTERS:,} characters of texts in all")
 
     def cutting(self, field: str, make: Callable[[], Made], width: int = 0) -> Callable[[], Made]:
-        """`make`, which cuts texts into windows, and now builds none if there would be too many. width: numbers of an
-        answer for each window.
+        """`make`, which cuts texts into chunks, and now builds none if there would be too many. width: numbers of an
+        answer for each chunk.
         """
 
-        def check(windows: int, tokens: int) -> None:
+        def check(chunks: int, tokens: int) -> None:
             self.check_tokens(field, tokens)
-            self.check_numbers(field, windows, width)
+            self.check_numbers(field, chunks, width)
 
         def checked() -> Made:
             before = CHECK.set(check)

@@ -42,9 +42,9 @@ API = ("/v1/", "/v2/")  # below them are OpenAI's, Jina's and Cohere's routes
 class RequestError(Exception):
     """A request that is not answered; `kind` is a key of STATUS."""
 
-    def __init__(self, kind: str, message: str):
+    def __init__(self, error_type: str, message: str):
         super().__init__(message)
-        self.kind = kind
+        self.kind = error_type
 
 
 def route_path(scope: Mapping[str, Any]) -> str:
@@ -65,20 +65,20 @@ def shortened(message: str) -> str:
 
 def error_response(
     scope: Mapping[str, Any],
-    kind: str,
+    error_type: str,
     message: str,
     status: int | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     """OpenAI's form below /v1, elsewhere text-embeddings-inference's."""
     path, message = route_path(scope), shortened(message)
-    scope.get(TOLD, {}).update(kind=kind, error=message)
-    status = status_at(path, STATUS[kind] if status is None else status)
+    scope.get(TOLD, {}).update(kind=error_type, error=message)
+    status = status_at(path, STATUS[error_type] if status is None else status)
     if path.startswith(API):
         family = "invalid_request_error" if status < 500 and status not in (424, 429) else "server_error"
-        content: dict = {"error": {"message": message, "type": family, "param": None, "code": kind}}
+        content: dict = {"error": {"message": message, "type": family, "param": None, "code": error_type}}
     else:
-        content = {"error": message, "error_type": kind}
+        content = {"error": message, "error_type": error_type}
     sent = {**(headers or {}), **({"retry-after": RETRY_AFTER_S} if status in (429, 503) else {})}
     if status == 401:
         sent["www-authenticate"] = "Bearer"

@@ -15,7 +15,7 @@ import uvicorn
 
 try:
     import resource
-except ImportError:  # Windows
+except ImportError:  # Chunks
     resource = None  # type: ignore[assignment]
 
 from fastbert.importing import collector_spares_what_is_there
@@ -163,7 +163,7 @@ def serve(
     )
     address = bound.getsockname()
     shown = f"[{address[0]}]:{address[1]}" if ":" in host else f"{address[0]}:{address[1]}"
-    what = f"{engine.kind}, {str(engine.model.dtype).removeprefix('torch.')}, {engine.model.device}"
+    what = f"{engine.model_type}, {str(engine.model.dtype).removeprefix('torch.')}, {engine.model.device}"
     shown = f"{'https' if web.certfile else 'http'}://{shown}"
     serving = f"serving {engine.name} ({what}) at {shown}, described at {shown}/openapi.json"
     most = connections(limits.max_concurrent_requests, has_tls=web.certfile is not None)

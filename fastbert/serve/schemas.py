@@ -10,11 +10,11 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, WithJsonSchema
 
-from fastbert.data.windows import POOLS
-from fastbert.data.windows.answers import AnswerAggregate
-from fastbert.data.windows.words import WordAggregate
+from fastbert.data.chunks import POOLS
+from fastbert.data.chunks.answers import AnswerAggregate
+from fastbert.data.chunks.words import WordAggregate
 from fastbert.sentences.text_model import Aggregate
-from fastbert.serve.json_text import kind as kind_of
+from fastbert.serve.json_text import json_type as kind_of
 from fastbert.serve.request_errors import RequestError
 
 Schema = dict[str, Any]
@@ -72,12 +72,12 @@ def _texts_or_ids(value: Any) -> list[str] | Ids:
         return _texts(value)
     is_one = not isinstance(value[0], list)
     for i, row in enumerate([value] if is_one else value):
-        place = "" if is_one else f"entry {i}"
+        subject = "" if is_one else f"entry {i}"
         if not isinstance(row, list):
-            raise ValueError(f"{place} is {kind_of(row)}, and entry 0 is a list of token ids")
+            raise ValueError(f"{subject} is {kind_of(row)}, and entry 0 is a list of token ids")
         for j, one in enumerate(row):
             if not is_whole(one):
-                raise ValueError(f"{place}{' ' if place else ''}id {j} is {kind_of(one)}, not a whole number")
+                raise ValueError(f"{subject}{' ' if subject else ''}id {j} is {kind_of(one)}, not a whole number")
     return Ids(list(map(int, row)) for row in ([value] if is_one else value))
 
 
@@ -102,8 +102,8 @@ def _inputs(value: Any) -> Inputs:
     inputs = Inputs()
     for i, entry in enumerate(value):
         if not isinstance(entry, list) or len(entry) not in (1, 2) or not all(isinstance(t, str) for t in entry):
-            place = "it" if is_one else f"entry {i}"
-            raise ValueError(f"{place} is no list of 1 or 2 texts; several texts are [[text], [text], ...]")
+            subject = "it" if is_one else f"entry {i}"
+            raise ValueError(f"{subject} is no list of 1 or 2 texts; several texts are [[text], [text], ...]")
         inputs.append(entry[0] if len(entry) == 1 else tuple(entry))
     inputs.is_one = is_one
     return inputs
@@ -113,7 +113,7 @@ _WINDOWS: dict[str, Any] = {"length": int, "overlap": (int, float), "pool": str,
 
 
 def _windows(value: Any) -> dict[str, Any] | bool:
-    """What is said of windows, each of a kind that it may have; true: nothing."""
+    """What is said of chunks, each of a kind that it may have; true: nothing."""
     if isinstance(value, bool):
         return value
     if not isinstance(value, dict):
@@ -129,8 +129,8 @@ def _windows(value: Any) -> dict[str, Any] | bool:
 
 def _objects(value: Any, *names: str) -> list[dict[str, str]]:
     """An object of texts, or a list of such, with these names alone."""
-    found = value if isinstance(value, list) else [value]
-    for i, one in enumerate(found):
+    entries = value if isinstance(value, list) else [value]
+    for i, one in enumerate(entries):
         if not isinstance(one, dict) or not set(names) <= set(one):
             raise ValueError(f"entry {i} is no object with {' and '.join(names)}")
         for name, text in one.items():
@@ -138,7 +138,7 @@ def _objects(value: Any, *names: str) -> list[dict[str, str]]:
                 raise ValueError(f"entry {i}: unknown {reprlib.repr(name)}; known are: {', '.join(names)}")
             if not isinstance(text, str):
                 raise ValueError(f"entry {i}: {name} is {kind_of(text)}, not a text")
-    return found
+    return entries
 
 
 class Questions(list):
@@ -149,9 +149,9 @@ class Questions(list):
 
 def _questions(value: Any) -> Questions:
     """A question and its text, or a list of such objects: those of Hugging Face's pipelines."""
-    found = Questions((one["question"], one["context"]) for one in _objects(value, "question", "context"))
-    found.is_one = isinstance(value, dict)
-    return found
+    questions = Questions((one["question"], one["context"]) for one in _objects(value, "question", "context"))
+    questions.is_one = isinstance(value, dict)
+    return questions
 
 
 def _sentences(value: Any) -> list[str]:
@@ -169,13 +169,13 @@ def _documents(value: Any) -> list[str]:
     """Texts, or objects with a `text`: Jina's and Cohere's form."""
     if not isinstance(value, list):
         raise ValueError(f"it is {kind_of(value)}; it must be a list of texts")
-    found = []
+    texts = []
     for i, one in enumerate(value):
         text = one.get("text") if isinstance(one, dict) and set(one) == {"text"} else one
         if not isinstance(text, str):
             raise ValueError(f"entry {i} is {kind_of(one)}; it must be a text, or an object with a text and no more")
-        found.append(text)
-    return found
+        texts.append(text)
+    return texts
 
 
 def _nullable(schema: Schema) -> Schema:
@@ -301,10 +301,10 @@ class TokenizeRequest(Request):
 
 
 def _ids(value: Any) -> Ids:
-    found = _texts_or_ids(value)
-    if not isinstance(found, Ids):
+    ids = _texts_or_ids(value)
+    if not isinstance(ids, Ids):
         raise ValueError("it must be a list of token ids, or a list of such lists")
-    return found
+    return ids
 
 
 class DecodeRequest(Request):
@@ -336,29 +336,30 @@ class RankingRequest(Request):
 R = TypeVar("R", bound=Request)
 
 
-def parse(content: dict[str, Any], kind: type[R]) -> R:
+def parse(content: dict[str, Any], request_type: type[R]) -> R:
     """The request in a body's object. Raises RequestError with the first thing that is wrong."""
-    if not kind.takes_parameters or content.get("parameters") is None:
+    if not request_type.takes_parameters or content.get("parameters") is None:
         return _parse(
-            {k: v for k, v in content.items() if k != "parameters"} if kind.takes_parameters else content, kind
+            {k: v for k, v in content.items() if k != "parameters"} if request_type.takes_parameters else content,
+            request_type,
         )
     content, parameters = dict(content), content["parameters"]
     del content["parameters"]
     if not isinstance(parameters, dict):
         raise RequestError("validation", f"parameters: it is {kind_of(parameters)}; it must be an object")
-    for name in content.keys() & kind.model_fields.keys():
-        if content[name] is not None and not kind.model_fields[name].is_required():
+    for name in content.keys() & request_type.model_fields.keys():
+        if content[name] is not None and not request_type.model_fields[name].is_required():
             raise RequestError("validation", f"{name} stands beside parameters; it must be there, or all of them here")
     for name in parameters:
-        if name in kind.model_fields and kind.model_fields[name].is_required():
+        if name in request_type.model_fields and request_type.model_fields[name].is_required():
             raise RequestError("validation", f"{name} is in parameters; it must stand beside them")
-    found = _parse({**content, **parameters}, kind)  # what is null beside them is not said
-    found._by_pipeline = True
-    return found
+    request = _parse({**content, **parameters}, request_type)  # what is null beside them is not said
+    request._by_pipeline = True
+    return request
 
 
-def _parse(content: dict[str, Any], kind: type[R]) -> R:
-    fields, said = kind.model_fields, {}
+def _parse(content: dict[str, Any], request_type: type[R]) -> R:
+    fields, said = request_type.model_fields, {}
     for name, value in content.items():
         if name not in fields:
             message = f"unknown field {reprlib.repr(name)}; known are: {', '.join(fields)}"
@@ -366,29 +367,29 @@ def _parse(content: dict[str, Any], kind: type[R]) -> R:
         if value is not None or fields[name].is_required():
             said[name] = int(value) if is_whole(value) else value
     try:
-        return kind.model_validate(said)
+        return request_type.model_validate(said)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place, own = ".".join(str(part) for part in first["loc"]), first["msg"].removeprefix("Value error, ")
+        path, own = ".".join(str(part) for part in first["loc"]), first["msg"].removeprefix("Value error, ")
         value = "" if first["type"] in ("value_error", "missing") else f"; it is {reprlib.repr(first['input'])}"
-        raise RequestError("validation", f"{place}: {own}{value}") from None
+        raise RequestError("validation", f"{path}: {own}{value}") from None
 
 
-def json_schema(kind: type[Request]) -> Schema:
+def json_schema(request_type: type[Request]) -> Schema:
     """Of a request's body."""
-    made = kind.model_json_schema()
+    body = request_type.model_json_schema()
     optional = {}
-    for name, schema in made["properties"].items():
-        if name not in made["required"]:
+    for name, schema in body["properties"].items():
+        if name not in body["required"]:
             has_null = {"type": "null"} in schema.get("anyOf", ())
             optional[name] = schema if has_null else _nullable(schema)
-    made["properties"] |= optional
-    if not kind.takes_parameters:
-        return made
-    beside, within = dict(made), dict(made)
-    beside["properties"] = made["properties"] | {"parameters": {"type": "null"}}
-    needed = {name: made["properties"][name] for name in made["required"]}
+    body["properties"] |= optional
+    if not request_type.takes_parameters:
+        return body
+    beside, within = dict(body), dict(body)
+    beside["properties"] = body["properties"] | {"parameters": {"type": "null"}}
+    needed = {name: body["properties"][name] for name in body["required"]}
     nulls: Schema = {name: {"type": "null"} for name in optional}
     within["properties"] = needed | nulls | {"parameters": record(tuple(optional), **optional)}
-    within["required"] = [*made["required"], "parameters"]
+    within["required"] = [*body["required"], "parameters"]
     return either(beside, within)

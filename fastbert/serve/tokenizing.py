@@ -56,8 +56,8 @@ class _Threads:
 
 def _timed(make: Callable[[], Made]) -> tuple[Made, float]:
     start = time.perf_counter()
-    made = make()
-    return made, time.perf_counter() - start
+    result = make()
+    return result, time.perf_counter() - start
 
 
 def _giving_back(make: Callable[[], Made]) -> tuple[Made, float]:

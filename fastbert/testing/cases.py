@@ -16,7 +16,7 @@ class Lengths:
 
     id: str
     lengths: tuple[int, ...]
-    slack: int = 0  # rows beyond cu_seqlens[-1]
+    padding_rows: int = 0  # rows beyond cu_seqlens[-1]
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
@@ -24,7 +24,7 @@ class Lengths:
 
     @property
     def total_tokens(self) -> int:
-        return sum(self.lengths) + self.slack
+        return sum(self.lengths) + self.padding_rows
 
 
 # Lengths 1, tile size and tile size +- 1 (16 and 32 are the smallest tiles), ragged, empty sequences, nothing at all.
@@ -34,7 +34,7 @@ LENGTHS = (
     Lengths("tile-edges", (15, 16, 17, 31, 32, 33)),
     Lengths("ragged", (3, 41, 1, 7, 40, 12)),
     Lengths("with-empty", (0, 5, 0, 0, 9, 0)),
-    Lengths("slack", (4, 0, 6), slack=3),
+    Lengths("slack", (4, 0, 6), padding_rows=3),
     Lengths("all-empty", (0, 0)),
 )
 

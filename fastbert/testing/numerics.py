@@ -34,11 +34,11 @@ def assert_close_to_reference(
     error = (actual.detach().to(oracle.device).double() - oracle).abs()
     allowed = (baseline.detach().to(oracle.device).double() - oracle).abs()
     eps = torch.finfo(actual.dtype).eps
-    for kind, reduce in (("max", torch.max), ("mean", torch.mean)):
-        found = reduce(error).item()
+    for stat, reduce in (("max", torch.max), ("mean", torch.mean)):
+        value = reduce(error).item()
         bound = factor * (reduce(allowed).item() + eps * reduce(oracle.abs()).item())
         worst = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape)) if error.dim() else ()
-        assert found <= bound, (
-            f"{name}: {kind} error {found:.3e} is over {bound:.3e} ({factor} x (baseline's {reduce(allowed).item():.3e}"
+        assert value <= bound, (
+            f"{name}: {stat} error {value:.3e} is over {bound:.3e} ({factor} x (baseline's {reduce(allowed).item():.3e}"
             f" + eps {eps:.1e} x {reduce(oracle.abs()).item():.3e})); worst at {worst}"
         )

@@ -62,7 +62,7 @@ def softmax(scores):
 
 
 def rotary(x, cos, sin, cu_seqlens, interleaved=False, by_token=False):
-    """x (total_tokens, num_heads, head_dim), cos and sin (rows, head_dim // 2); slack stays as it is.
+    """x (total_tokens, num_heads, head_dim), cos and sin (rows, head_dim // 2); padding rows stay as they are.
 
     Rows are those of positions in the sequences or, if `by_token`, of the tokens. Dimension i is paired with
     head_dim // 2 + i or, if `interleaved`, 2 i with 2 i + 1.
@@ -107,8 +107,8 @@ def attention(
     as fastbert.ops.Relative has them.
     """
     if rotary is not None:
-        cos, sin, *kind = rotary
-        q, k = (_rotary(t, cos, sin, cu_seqlens, *kind) for t in (q, k))
+        cos, sin, *layout = rotary
+        q, k = (_rotary(t, cos, sin, cu_seqlens, *layout) for t in (q, k))
     if k.shape[1] != q.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
     softmax_scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -134,14 +134,14 @@ def attention(
                 kept = keep[start:stop, :, : stop - start].transpose(0, 1)
                 probs = torch.where(kept, probs / (1.0 - dropout_p), torch.zeros_like(probs))
             pieces.append((probs @ vs).transpose(0, 1))
-    return torch.cat([*pieces, v.new_zeros(q.shape[0] - offsets[-1], *v.shape[1:])])  # slack is zeros
+    return torch.cat([*pieces, v.new_zeros(q.shape[0] - offsets[-1], *v.shape[1:])])  # padding rows are zeros
 
 
 def _with_relative(scores, q, k, relative, start, stop, softmax_scale):
     """scores (num_heads, n, n), q and k (num_heads, n, head_dim) of one sequence, from token `start` to `stop`."""
     rows, key, query, bias, positions = relative
-    places = torch.arange(stop - start, device=q.device) if positions is None else positions[start:stop].long()
-    row = rows.long()[places[:, None] - places[None, :] + (rows.shape[0] - 1) // 2]  # (n, n), of a query and a key
+    pos = torch.arange(stop - start, device=q.device) if positions is None else positions[start:stop].long()
+    row = rows.long()[pos[:, None] - pos[None, :] + (rows.shape[0] - 1) // 2]  # (n, n), of a query and a key
     # As transformers: with all rows of a table, of which each pair then takes its own. A product of each pair's vectors
     # by themselves adds them up in another order than products of matrices do, which errs less where all are equal.
     pairs = row.expand(scores.shape)
@@ -217,7 +217,7 @@ def encoder_layer(
         if norms[which] is None:
             return x
         weight, bias, eps = norms[which]
-        return rms_norm(x, weight, eps) if spec.norm.kind == "rms" else layer_norm(x, weight, bias, eps)
+        return rms_norm(x, weight, eps) if spec.norm.type == "rms" else layer_norm(x, weight, bias, eps)
 
     def dropped(x, which):
         if keeps[which] is None:
@@ -259,8 +259,8 @@ def cross_entropy(hidden_states, weight, bias, labels, ignore_index=-100, label_
     for h, label in zip(hidden_states, labels.tolist(), strict=True):
         if label != ignore_index:
             logits = weight @ h if bias is None else weight @ h + bias
-            top = logits.max()
-            log_sum_exp = top + torch.log(torch.exp(logits - top).sum())
+            row_max = logits.max()
+            log_sum_exp = row_max + torch.log(torch.exp(logits - row_max).sum())
             plain, smooth = log_sum_exp - logits[label], log_sum_exp - logits.mean()
             losses.append((1 - label_smoothing) * plain + label_smoothing * smooth + z_loss * log_sum_exp**2)
     return torch.stack(losses).mean() if losses else hidden_states.sum() * 0.0

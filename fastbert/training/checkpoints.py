@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from fastbert.errors import CheckpointError
 from fastbert.files import move, sync
-from fastbert.training.distributed import World
+from fastbert.training.distributed import ProcessGroup
 
 _NAME = re.compile(r"step-(\d{9})")
 _SUMS = "checksums-{}.json"  # of a rank: {name of a file that it wrote: crc32}
@@ -45,8 +45,8 @@ class Checkpoints:
     what fails on one of them raises CheckpointError on all.
     """
 
-    def __init__(self, folder: Path, world: World, keep: int):
-        self.folder, self.world, self.keep = folder, world, keep
+    def __init__(self, folder: Path, process_group: ProcessGroup, keep: int):
+        self.folder, self.process_group, self.keep = folder, process_group, keep
         self.newest: int | None = None  # the step of the last one saved or loaded here
         self._writing: tuple[Future, int] | None = None
         self._thread = ThreadPoolExecutor(1)
@@ -56,7 +56,7 @@ class Checkpoints:
         return sorted(path for path in self.folder.glob("step-*") if _NAME.fullmatch(path.name))
 
     def last(self) -> Path | None:
-        return found[-1] if (found := self.all()) else None
+        return paths[-1] if (paths := self.all()) else None
 
     def save(
         self, step: int, model: nn.Module, optimizer: Any, extra: dict[str, Any], *, is_last: bool = False
@@ -68,12 +68,14 @@ class Checkpoints:
         """
         self.finish()
         beside = self._beside(step)
-        self._everywhere(step, self._make_room if self.world.is_main else None)
-        weights, moments = state_of(model, optimizer) if self.world.size == 1 else get_state_dict(model, optimizer)
+        self._everywhere(step, self._make_room if self.process_group.is_main else None)
+        weights, moments = (
+            state_of(model, optimizer) if self.process_group.size == 1 else get_state_dict(model, optimizer)
+        )
         state = {"model": weights, "optimizer": moments, "extra": dict(extra)}
-        to: dict[str, Any] = {"storage_writer": _Writer(beside), "process_group": self.world.saving_group}
+        to: dict[str, Any] = {"storage_writer": _Writer(beside), "process_group": self.process_group.saving_group}
         written: Any
-        if is_last and self.world.device.type == "cpu":
+        if is_last and self.process_group.device.type == "cpu":
             written = self._thread.submit(dcp.save, state, **to)
         else:
             written = dcp.async_save(state, **to)
@@ -90,7 +92,7 @@ class Checkpoints:
             return
         (future, step), self._writing = self._writing, None
         self._everywhere(step, future.result)
-        self._everywhere(step, (lambda: self._name(step)) if self.world.is_main else None)
+        self._everywhere(step, (lambda: self._name(step)) if self.process_group.is_main else None)
 
     def load(self, path: Path, model: nn.Module, optimizer: Any, extra: dict[str, Any]) -> dict[str, Any]:
         """Fill a model and its optimizer; returns what `save` got as `extra`, which has the keys of `extra` here."""
@@ -98,10 +100,10 @@ class Checkpoints:
         state: dict[str, Any] = {"model": weights, "optimizer": moments}
         extra, older = dict(extra), [other for other in self.all() if other < path]
         hint = f"to go on from {older[-1].name}, remove {path.name}" if older else "there is no older checkpoint"
-        if damage := next(filter(None, self.world.gather(self._damage(path))), None):
+        if damage := next(filter(None, self.process_group.gather(self._damage(path))), None):
             raise CheckpointError(f"{path} cannot be read: {damage}; {hint}")
         try:
-            dcp.load({**state, "extra": extra}, checkpoint_id=path, process_group=self.world.host_group)
+            dcp.load({**state, "extra": extra}, checkpoint_id=path, process_group=self.process_group.host_group)
         except (Exception, CheckpointException) as error:  # which is no Exception: weights of another model, mostly
             raise CheckpointError(f"{path} cannot be read: {_cause(error)}; {hint}") from error
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
@@ -119,8 +121,8 @@ class Checkpoints:
                 do()
         except (Exception, CheckpointException) as error:  # a full disk, mostly
             failed = _cause(error)
-        if cause := next(filter(None, self.world.gather(failed)), None):
-            if self.world.is_main:
+        if cause := next(filter(None, self.process_group.gather(failed)), None):
+            if self.process_group.is_main:
                 shutil.rmtree(self._beside(step), ignore_errors=True)  # a full disk needs the room
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written: {cause}; {self.last() or 'none'} is the last one"
@@ -134,10 +136,10 @@ class Checkpoints:
     def _seal(self, written: Future, beside: Path) -> None:
         """Put this rank's files on the disk, and their checksums. In a thread."""
         written.result()
-        files = list(beside.glob(f"__{self.world.rank}_*"))
-        if self.world.is_main:
+        files = list(beside.glob(f"__{self.process_group.rank}_*"))
+        if self.process_group.is_main:
             files.append(beside / ".metadata")
-        sums = beside / _SUMS.format(self.world.rank)
+        sums = beside / _SUMS.format(self.process_group.rank)
         sums.write_text(json.dumps({file.name: _checksum(file) for file in files}), encoding="utf-8")
         for path in (*files, sums):
             sync(path)
@@ -157,7 +159,7 @@ class Checkpoints:
                 sums |= json.loads(file.read_text(encoding="utf-8"))
             if ".metadata" not in sums:
                 return f"{_SUMS.format(0)} is missing"
-            for name in sorted(sums)[self.world.rank :: self.world.size]:
+            for name in sorted(sums)[self.process_group.rank :: self.process_group.size]:
                 if _checksum(path / name) != sums[name]:
                     return f"{name} is damaged, its checksum is not the one that was written"
         except (OSError, ValueError) as error:
@@ -180,11 +182,11 @@ def state_of(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], dict[str
 
 
 def _checksum(path: Path) -> int:
-    found = 0
+    crc = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
-            found = zlib.crc32(block, found)
-    return found
+            crc = zlib.crc32(block, crc)
+    return crc
 
 
 def _cause(error: BaseException) -> str:

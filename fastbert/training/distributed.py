@@ -20,7 +20,7 @@ Wrapping = Literal["ddp", "fsdp"]
 
 
 @dataclass(frozen=True)
-class World:
+class ProcessGroup:
     """The processes of a run: this one's rank, how many there are, and its device."""
 
     rank: int
@@ -43,10 +43,10 @@ class World:
 
     def gather(self, value: Any) -> list[Any]:
         """What each rank gives, on all ranks."""
-        found = [value] * self.size
+        values = [value] * self.size
         if self.size > 1:
-            dist.all_gather_object(found, value, group=self.host_group)
-        return found
+            dist.all_gather_object(values, value, group=self.host_group)
+        return values
 
     def barrier(self) -> None:
         if self.size > 1:
@@ -54,33 +54,39 @@ class World:
 
 
 @contextmanager
-def join(device: str | None, timeout_s: float) -> Iterator[World]:
-    """The world that torchrun's environment describes, else this process alone. Leaves it at the end.
+def join(device: str | None, timeout_s: float) -> Iterator[ProcessGroup]:
+    """The process group that torchrun's environment describes, else this process alone. Leaves it at the end.
 
     A rank that waits longer than `timeout_s` for the others fails. Raises ConfigError: the device is not there.
     """
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda" and not torch.cuda.is_available():
+    device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device_type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {device!r} is not there: torch {torch.__version__} sees no GPU")
-    place = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
+    local_device = (
+        torch.device(device_type, int(os.environ.get("LOCAL_RANK", 0)))
+        if device_type == "cuda"
+        else torch.device(device_type)
+    )
     if "RANK" not in os.environ:
-        yield World(0, 1, place)
+        yield ProcessGroup(0, 1, local_device)
         return
-    if kind == "cuda":
-        torch.cuda.set_device(place)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
+    if device_type == "cuda":
+        torch.cuda.set_device(local_device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s)
+    )
     try:
         groups = [dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) for _ in range(2)]
-        yield World(dist.get_rank(), dist.get_world_size(), place, *groups)
+        yield ProcessGroup(dist.get_rank(), dist.get_world_size(), local_device, *groups)
     finally:
         dist.destroy_process_group()
 
 
-def wrap(model: Any, world: World, wrapping: Wrapping, *, bf16: bool) -> nn.Module:
+def wrap(model: Any, process_group: ProcessGroup, wrapping: Wrapping, *, bf16: bool) -> nn.Module:
     """The model of one rank, or a module that holds several. FSDP2 shards each layer, and in one piece what is left:
     all that they share is there. With `bf16` it gathers bfloat16.
     """
-    if world.size == 1:
+    if process_group.size == 1:
         return model
     if wrapping == "ddp":
         return nn.parallel.DistributedDataParallel(model)

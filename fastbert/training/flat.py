@@ -126,8 +126,10 @@ class FlatOptimizer:
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Of the weights; None: one has none. This is captured."""
-        found = [(mine, given) for mine, given in zip(self.gradients, gradients, strict=True) if given is not None]
-        torch._foreach_add_([mine for mine, _ in found], [given for _, given in found])
+        pairs = [
+            (mine, gradient) for mine, gradient in zip(self.gradients, gradients, strict=True) if gradient is not None
+        ]
+        torch._foreach_add_([mine for mine, _ in pairs], [gradient for _, gradient in pairs])
 
     def begin(self, totals: list[float]) -> None:
         """Write what the next step goes by, from the options that the groups have now."""

@@ -14,7 +14,7 @@ from typing import Any
 from fastbert.data.sources import digest_of
 from fastbert.errors import ConfigError, InputError
 from fastbert.files import parse_json, write_text
-from fastbert.training.distributed import World
+from fastbert.training.distributed import ProcessGroup
 from fastbert.training.options import DATA, MAY_CHANGE, RunOptions, options_of, read_yaml, to_yaml
 
 RUN, LOG, METRICS, CHART = "run.yaml", "log.jsonl", "metrics.json", "chart.png"
@@ -52,18 +52,18 @@ def _check_same(folder: Path, options: RunOptions) -> None:
             )
 
 
-def check_data(folder: Path, options: RunOptions, world: World) -> None:
+def check_data(folder: Path, options: RunOptions, process_group: ProcessGroup) -> None:
     """Before anything is made of the data of a run that goes on: rank 0 reads them, and all ranks hear what it says.
 
     Raises ConfigError: a source has other content than when the run began.
     """
     said = ""
-    if world.is_main:
+    if process_group.is_main:
         try:
             _check_same_data(folder, options)
         except (ConfigError, InputError) as error:
             said = str(error)
-    if said := next(filter(None, world.gather(said)), ""):
+    if said := next(filter(None, process_group.gather(said)), ""):
         raise ConfigError(said)
 
 
@@ -102,14 +102,14 @@ def begin(folder: Path, options: RunOptions) -> None:
 
 
 @contextmanager
-def held(folder: Path, world: World) -> Iterator[None]:
+def held(folder: Path, process_group: ProcessGroup) -> Iterator[None]:
     """No other process goes on with this run meanwhile. A lock of POSIX's: it ends with this process, however that
     ends, and forked workers do not have it. Raises ConfigError on all ranks: another process has it.
     """
     import fcntl  # here: it is POSIX's
 
     file, refused = None, False
-    if world.is_main:
+    if process_group.is_main:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         file = (folder / "checkpoints/.lock").open("w")
         try:
@@ -119,7 +119,7 @@ def held(folder: Path, world: World) -> Iterator[None]:
         except OSError:  # a file system without locks, some network ones
             pass
     try:
-        if any(world.gather(refused)):
+        if any(process_group.gather(refused)):
             raise ConfigError(f"another process works on the run in {folder}: wait for its end, or stop it")
         yield
     finally:

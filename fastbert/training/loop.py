@@ -26,7 +26,7 @@ from fastbert.errors import TrainingError
 from fastbert.files import write_text
 from fastbert.importing import collector_spares_what_is_there
 from fastbert.packed_inputs import PackedInputs
-from fastbert.training.distributed import World
+from fastbert.training.distributed import ProcessGroup
 from fastbert.training.optimizers import catch_up
 from fastbert.training.schedules import Schedule
 from fastbert.training.stopping import SIGNALS, leave_by, signals_wait
@@ -64,7 +64,7 @@ class LoopOptions:
 
 
 @dataclass
-class Place:
+class TrainState:
     """Where a run stands: what a checkpoint holds beside weights and the optimizer's state."""
 
     step: int = 0
@@ -94,7 +94,7 @@ class Loop:
         hidden_size: int,
         optimizer: Any,
         schedule: Schedule,
-        world: World,
+        process_group: ProcessGroup,
         folder: Path,
         options: LoopOptions,
         *,
@@ -107,19 +107,19 @@ class Loop:
         graphs: Graphs | None = None,
     ):
         self.task, self.model, self.hidden_size = task, model, hidden_size
-        self.optimizer, self.schedule, self.world, self.options = optimizer, schedule, world, options
+        self.optimizer, self.schedule, self.process_group, self.options = optimizer, schedule, process_group, options
         self.evaluate, self.keep_best, self.at_end = evaluate, keep_best, at_end
         self.on_log, self.on_step, self.say = on_log, on_step, say
-        self.folder, self.place = folder, Place()
+        self.folder, self.state = folder, TrainState()
         # Here: torch.distributed.checkpoint takes half a second, which a dry run and a refused one need not wait for.
         from fastbert.training.checkpoints import Checkpoints
 
-        self.checkpoints = Checkpoints(folder / "checkpoints", world, options.keep)
+        self.checkpoints = Checkpoints(folder / "checkpoints", process_group, options.keep)
         self._step = TrainStep(
             task,
             model,
             optimizer,
-            world,
+            process_group,
             max_norm=options.max_norm,
             bf16=options.bf16,
             parts=options.parts,
@@ -135,9 +135,9 @@ class Loop:
         """Go on with the last checkpoint; False if there is none. Raises CheckpointError."""
         path = self.checkpoints.last()
         if path is not None:
-            self.place = Place(**self.checkpoints.load(path, self.model, self.optimizer, vars(Place())))
-        if self.world.is_main:
-            _cut_log(self.folder / "log.jsonl", self.place.step)
+            self.state = TrainState(**self.checkpoints.load(path, self.model, self.optimizer, vars(TrainState())))
+        if self.process_group.is_main:
+            _cut_log(self.folder / "log.jsonl", self.state.step)
         return path is not None
 
     def run(self) -> None:
@@ -151,7 +151,7 @@ class Loop:
         try:
             with collector_spares_what_is_there(), signals_wait() as self._signals:
                 self._run()
-                if not self._stop and self.checkpoints.newest != self.place.step:
+                if not self._stop and self.checkpoints.newest != self.state.step:
                     self._save()
                 try:
                     if not self._stop:
@@ -159,47 +159,47 @@ class Loop:
                 finally:  # also where this rank has failed: the others wait for it here
                     self.checkpoints.finish()
         except BaseException as error:
-            if self.world.size == 1:  # else the others are not here to finish it
+            if self.process_group.size == 1:  # else the others are not here to finish it
                 self.checkpoints.finish()
             if isinstance(error, RuntimeError) and not isinstance(error, TrainingError):
                 raise self._explained(error) from error
             raise
-        if not self._stop and self.place.step < self.options.steps:
-            place, worse = self.place, f"{self.place.worse} evaluations without a better one"
-            self.say(f"stopped after step {place.step} of {self.options.steps}: {worse} than step {place.best_step}'s")
+        if not self._stop and self.state.step < self.options.steps:
+            state, worse = self.state, f"{self.state.worse} evaluations without a better one"
+            self.say(f"stopped after step {state.step} of {self.options.steps}: {worse} than step {state.best_step}'s")
         if self._stop:
-            if self.world.is_main:
+            if self.process_group.is_main:
                 name = signal.Signals(self._stop).name
                 warnings.warn(
-                    f"{name}: stopped after step {self.place.step}, which is saved; resume goes on", stacklevel=2
+                    f"{name}: stopped after step {self.state.step}, which is saved; resume goes on", stacklevel=2
                 )
             leave_by(self._stop)
 
     def _run(self) -> None:
-        place, phases = self.place, self.options.phases
+        state, phases = self.state, self.options.phases
         while not self.is_over:
-            if place.step >= phases[place.phase].until:
-                place.phase, place.epoch, place.epoch_step = place.phase + 1, place.epoch + 1, 0
+            if state.step >= phases[state.phase].until:
+                state.phase, state.epoch, state.epoch_step = state.phase + 1, state.epoch + 1, 0
                 continue
-            with closing(self._epoch(phases[place.phase])) as epoch:
+            with closing(self._epoch(phases[state.phase])) as epoch:
                 for batches in epoch:
                     self.train_step(batches)
                     self._after_step()
                     if self._stop:
                         return
-                    if self.is_over or place.step == phases[place.phase].until:
+                    if self.is_over or state.step == phases[state.phase].until:
                         break
                 else:
-                    place.epoch, place.epoch_step = place.epoch + 1, 0
+                    state.epoch, state.epoch_step = state.epoch + 1, 0
 
     @property
     def is_over(self) -> bool:
         patience = self.options.patience
-        return self.place.step >= self.options.steps or 0 < patience <= self.place.worse
+        return self.state.step >= self.options.steps or 0 < patience <= self.state.worse
 
     def _epoch(self, phase: Phase) -> Generator[list[PackedInputs]]:
         """The batches of each step that is left of this epoch."""
-        sampler, examples = sampler_of(self.task, phase, self.options, self.hidden_size, self.world, self.place)
+        sampler, examples = sampler_of(self.task, phase, self.options, self.hidden_size, self.process_group, self.state)
         collate = self.task.collate(phase)
         self._check_data(zlib.crc32(sampler.steps.lengths.tobytes()))
         said = self._step.prepare(collate, examples, sampler, phase)
@@ -209,55 +209,55 @@ class Loop:
         with closing(self._step.batches(collate, examples, sampler, self.options.workers)) as steps:
             yield from steps
 
-    def _check_data(self, found: int) -> None:
-        place = self.place
-        if place.epoch_step and found != place.data:
+    def _check_data(self, checksum: int) -> None:
+        state = self.state
+        if state.epoch_step and checksum != state.data:
             raise TrainingError(
-                f"the training data are not those of the checkpoint of step {place.step}: its epoch cannot go on."
+                f"the training data are not those of the checkpoint of step {state.step}: its epoch cannot go on."
                 " Restore the files, or begin a new run from its model"
             )
-        ranks = self.world.gather(found)
+        ranks = self.process_group.gather(checksum)
         if differing := [rank for rank, other in enumerate(ranks) if other != ranks[0]]:
             raise TrainingError(f"rank {differing[0]} has other training data than rank 0: give all the same files")
-        place.data = found
+        state.data = checksum
 
     def train_step(self, batches: Sequence[PackedInputs]) -> None:
         """One step of the optimizer. The loss is the mean over the labels of all ranks' batches."""
-        place, world = self.place, self.world
+        state, process_group = self.state, self.process_group
         counts = [self.task.counts(batch) for batch in batches]
         totals = self._agree([sum(term) for term in zip(*counts, strict=True)])
         # Ranks' gradients are averaged, so each divides by its share of the total.
-        shares = [max(1, total) / world.size for total in totals]
-        seed = hash((self.options.seed, place.step, world.rank)) % 2**63
-        _seed(world.device, seed)
+        shares = [max(1, total) / process_group.size for total in totals]
+        seed = hash((self.options.seed, state.step, process_group.rank)) % 2**63
+        _seed(process_group.device, seed)
         tokens = sum(batch["batch"].total_tokens for batch in batches)
-        self.schedule.set(place.step)
+        self.schedule.set(state.step)
         self._step(batches, shares, seed)
         if self._step.losses.is_full:
             self._waiting.append(self._step.losses.read())
         self._tokens += tokens
-        place.step, place.epoch_step = place.step + 1, place.epoch_step + 1
+        state.step, state.epoch_step = state.step + 1, state.epoch_step + 1
         self.on_step(tokens)
 
     def _agree(self, counts: list[int]) -> list[int]:
         """The sums over all ranks; the same message says who got a signal, and who has written its checkpoint."""
         stops = [int(number in self._signals) for number in SIGNALS]
-        *totals, interrupted, terminated, written = self.world.total(
+        *totals, interrupted, terminated, written = self.process_group.total(
             [*counts, *stops, int(self.checkpoints.is_written)]
         )
         self._stop = signal.SIGTERM if terminated else signal.SIGINT if interrupted else None
-        if written == self.world.size:
+        if written == self.process_group.size:
             self.checkpoints.finish()
         return totals
 
     def _after_step(self) -> None:
-        options, step, metrics = self.options, self.place.step, dict[str, float]()
+        options, step, metrics = self.options, self.state.step, dict[str, float]()
         is_last = step == options.steps
         is_evaluated = self.evaluate is not None and (is_last or _is_due(step, options.evaluate_every))
         is_saved = _is_due(step, options.save_every) or self._stop is not None
         if not (is_evaluated or is_saved or is_last or _is_due(step, options.log_every)):
             return
-        self._step.look_again()
+        self._step.recheck_guard()
         row = self._read_losses()
         if is_evaluated or is_saved or is_last:
             catch_up(self.optimizer)
@@ -273,32 +273,32 @@ class Loop:
         self._since = time.perf_counter()  # evaluation and saving are not training
 
     def _judge(self, metrics: dict[str, float]) -> None:
-        place, task = self.place, self.task
+        state, task = self.state, self.task
         if task.metric is None:
             return
         value = metrics[f"eval_{task.metric}"]
-        is_better = value > place.best if task.more_is_better else value < place.best
-        if is_better or math.isnan(place.best):
-            place.best, place.best_step, place.worse = value, place.step, 0
+        is_better = value > state.best if task.more_is_better else value < state.best
+        if is_better or math.isnan(state.best):
+            state.best, state.best_step, state.worse = value, state.step, 0
             self.keep_best()
         else:
-            place.worse += 1
+            state.worse += 1
 
     def _read_losses(self) -> dict[str, Any]:
         """The row of the steps since the last one. This waits for the device, so it is not done in every step."""
-        own, place = torch.cat([*self._waiting, self._step.losses.read()]), self.place
+        own, state = torch.cat([*self._waiting, self._step.losses.read()]), self.state
         losses = own.clone()
-        if self.world.size > 1:  # each rank has its share of the sum
+        if self.process_group.size > 1:  # each rank has its share of the sum
             dist.all_reduce(losses)
-            losses /= self.world.size
+            losses /= self.process_group.size
         values = losses.tolist()
         if not all(map(math.isfinite, values)):
             i = next(i for i, v in enumerate(values) if not math.isfinite(v))
-            raise self._lost(f"the loss of step {place.step - len(values) + 1 + i} is not a number", own[i])
-        tokens = self.world.total([self._tokens])[0]
+            raise self._lost(f"the loss of step {state.step - len(values) + 1 + i} is not a number", own[i])
+        tokens = self.process_group.total([self._tokens])[0]
         row = {
-            "step": place.step,
-            "epoch": place.epoch,
+            "step": state.step,
+            "epoch": state.epoch,
             "loss": sum(values) / len(values),
             "losses": values,
             "lr": max(group["lr"] for group in self.optimizer.param_groups),
@@ -317,13 +317,13 @@ class Loop:
 
         shards = [p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters()]
         norms = torch.stack(torch._foreach_norm([shard.detach() for shard in shards]))
-        if any(self.world.gather(not bool(norms.isfinite().all()))):
-            raise self._lost(f"step {self.place.step} has made weights that are not numbers", norms)
+        if any(self.process_group.gather(not bool(norms.isfinite().all()))):
+            raise self._lost(f"step {self.state.step} has made weights that are not numbers", norms)
 
     def _lost(self, what: str, own: torch.Tensor) -> TrainingError:
         """`own`: what is no number on some ranks. Called on all of them."""
-        where = [str(r) for r, bad in enumerate(self.world.gather(not bool(own.isfinite().all()))) if bad]
-        ranks = f" (on rank {', '.join(where)} of {self.world.size})" if self.world.size > 1 else ""
+        where = [str(r) for r, bad in enumerate(self.process_group.gather(not bool(own.isfinite().all()))) if bad]
+        ranks = f" (on rank {', '.join(where)} of {self.process_group.size})" if self.process_group.size > 1 else ""
         self.checkpoints.finish()
         return TrainingError(
             f"{what}{ranks}; the last good checkpoint is {self.checkpoints.last() or 'none'}. A smaller learning rate,"
@@ -335,19 +335,19 @@ class Loop:
         text, last = str(error), self.checkpoints.last() or "none"
         if isinstance(error, WorkerKilled):
             return TrainingError(
-                f"after step {self.place.step} a process that makes batches was killed, perhaps for want of memory; the"
+                f"after step {self.state.step} a process that makes batches was killed, perhaps for want of memory; the"
                 f" last good checkpoint is {last}. Fewer workers need less"
             )
-        if self.world.size > 1 and (isinstance(error, dist.DistError) or "gloo" in text):
+        if self.process_group.size > 1 and (isinstance(error, dist.DistError) or "gloo" in text):
             return TrainingError(
-                f"after step {self.place.step} rank {self.world.rank} lost the others: one of them has ended, or did"
-                f" not answer in time; the last good checkpoint is {last} ({text.splitlines()[0]})"
+                f"after step {self.state.step} rank {self.process_group.rank} lost the others: one of them has ended,"
+                f" or did not answer in time; the last good checkpoint is {last} ({text.splitlines()[0]})"
             )
         return error
 
     def _log(self, row: dict[str, Any]) -> None:
         path = self.folder / "log.jsonl"
-        if self.world.is_main:
+        if self.process_group.is_main:
             try:
                 with path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
@@ -358,22 +358,22 @@ class Loop:
 
     def _save(self) -> None:
         is_last = self._stop is not None or self.is_over
-        self.checkpoints.save(self.place.step, self.model, self.optimizer, vars(self.place), is_last=is_last)
+        self.checkpoints.save(self.state.step, self.model, self.optimizer, vars(self.state), is_last=is_last)
 
 
 def sampler_of(
-    task: Task, phase: Phase, options: LoopOptions, hidden_size: int, world: World, place: Place
+    task: Task, phase: Phase, options: LoopOptions, hidden_size: int, process_group: ProcessGroup, state: TrainState
 ) -> tuple[StepSampler, Any]:
     """(the batches of what is left of an epoch, its examples)."""
-    examples, lengths = task.examples(place.epoch, phase)
+    examples, lengths = task.examples(state.epoch, phase)
     steps = Steps(lengths, phase.step_tokens, phase.max_examples, options.seed, options.group_by_length)
     sampler = StepSampler(
         steps,
         hidden_size,
-        epoch=place.epoch,
-        start_step=place.epoch_step,
-        rank=world.rank,
-        world_size=world.size,
+        epoch=state.epoch,
+        start_step=state.epoch_step,
+        rank=process_group.rank,
+        world_size=process_group.size,
         parts=options.parts,
     )
     return sampler, examples

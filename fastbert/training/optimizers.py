@@ -42,11 +42,11 @@ def parameter_groups(
     for parameter in model.parameters():
         if parameter.requires_grad:
             # A group is a launch or more of torch's optimizer: where layers do not differ they have two.
-            place = -below.get(parameter, 0) if layer_decay < 1.0 else 0
-            groups.setdefault((place, parameter.dim() > 1), []).append(parameter)
+            level = -below.get(parameter, 0) if layer_decay < 1.0 else 0
+            groups.setdefault((level, parameter.dim() > 1), []).append(parameter)
     return [
-        {"params": parameters, "lr": lr * layer_decay**-place, "weight_decay": weight_decay if decays else 0.0}
-        for (place, decays), parameters in sorted(groups.items(), key=lambda item: item[0])
+        {"params": parameters, "lr": lr * layer_decay**-level, "weight_decay": weight_decay if decays else 0.0}
+        for (level, decays), parameters in sorted(groups.items(), key=lambda item: item[0])
     ]
 
 
@@ -54,13 +54,13 @@ def _depths(model: PreTrainedModel) -> dict[nn.Parameter, int]:
     """0 for what stands before the first layer (embeddings), i + 1 for what is in layer i, and one more for what stands
     behind them (a pooler, a head). ALBERT's layers, which share their weights, count as the first.
     """
-    found, behind, has_layers = dict[nn.Parameter, int](), len(model.config.layer_paths) + 1, False
+    depths, behind, has_layers = dict[nn.Parameter, int](), len(model.config.layer_paths) + 1, False
     for name, parameter in model.named_parameters():
         inside = (i + 1 for i, path in enumerate(model.config.layer_paths) if f".{path}." in f".{name}")
         depth = next(inside, behind if has_layers else 0)
         has_layers |= 0 < depth < behind
-        found[parameter] = depth
-    return found
+        depths[parameter] = depth
+    return depths
 
 
 def use_sparse_gradients(model: nn.Module) -> None:

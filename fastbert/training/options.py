@@ -100,10 +100,10 @@ class RunOptions:
     tensorboard: bool = option(False, "write TensorBoard's files into the run's folder, too", group="reports")
 
     def __post_init__(self) -> None:
-        for name, kind in types_of(type(self)).items():
+        for name, value_type in types_of(type(self)).items():
             value, metadata = getattr(self, name), _fields(type(self))[name].metadata
-            if not _fits(value, kind):
-                raise ConfigError(f"{name} is {value!r}; it must be {_NAMES[kind]}")
+            if not _fits(value, value_type):
+                raise ConfigError(f"{name} is {value!r}; it must be {_NAMES[value_type]}")
             if metadata["choices"] and value not in metadata["choices"]:
                 raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(metadata['choices'])}")
         positive = ("accumulation", "max_length", "log_every", "save_every", "keep", "learning_rate", "timeout")
@@ -279,37 +279,37 @@ def _fields(cls: type[RunOptions]) -> dict[str, Any]:
     return {entry.name: entry for entry in dataclasses.fields(cls)}
 
 
-def _fits(value: Any, kind: type) -> bool:
-    if kind is float:
+def _fits(value: Any, value_type: type) -> bool:
+    if value_type is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind is int:
+    if value_type is int:
         return isinstance(value, int) and not isinstance(value, bool)
-    if kind is tuple:
+    if value_type is tuple:
         return isinstance(value, tuple) and all(isinstance(entry, str) for entry in value)
-    return isinstance(value, kind)
+    return isinstance(value, value_type)
 
 
-def options_of(cls: type[Options], given: Mapping[str, Any], where: str) -> Options:
+def options_of(cls: type[Options], entries: Mapping[str, Any], where: str) -> Options:
     """The options in a mapping, such as a YAML file has. Raises ConfigError, naming `where`: an unknown key, or a value
     of the wrong type.
     """
-    kinds, found = types_of(cls), dict[str, Any]()
-    for name, value in given.items():
+    types, values = types_of(cls), dict[str, Any]()
+    for name, value in entries.items():
         key = str(name).replace("-", "_")
-        if key not in kinds:
-            near = did_you_mean(key, kinds)
-            hint = f"did you mean {near}?" if near else f"it knows {', '.join(kinds)}"
+        if key not in types:
+            near = did_you_mean(key, types)
+            hint = f"did you mean {near}?" if near else f"it knows {', '.join(types)}"
             raise ConfigError(f"{where} has {name!r}, which {cls.command} does not know; {hint}")
-        if kinds[key] is tuple:
+        if types[key] is tuple:
             value = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
-        if kinds[key] is str and isinstance(value, (int, float)) and not isinstance(value, bool):  # masking: 0.3
+        if types[key] is str and isinstance(value, (int, float)) and not isinstance(value, bool):  # masking: 0.3
             value = str(value)
-        if kinds[key] is float and isinstance(value, str):  # 5e-5 is a text in YAML 1.1
+        if types[key] is float and isinstance(value, str):  # 5e-5 is a text in YAML 1.1
             with contextlib.suppress(ValueError):
                 value = float(value)
-        found[key] = value
+        values[key] = value
     try:
-        return cls(**found)
+        return cls(**values)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
@@ -319,12 +319,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(found, dict):
+    if not isinstance(entries, dict):
         raise ConfigError(f"{path} holds no options: it must have lines such as `learning_rate: 3e-5`")
-    return found
+    return entries
 
 
 def to_yaml(options: RunOptions) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from fastbert.data.sources import kind_of
+from fastbert.data.sources import suffix_of
 from fastbert.errors import ConfigError
 from fastbert.files import write_text, writing
 from fastbert.hub import origin
@@ -64,21 +64,21 @@ def _tensorboard(folder: Path) -> Any:
     return SummaryWriter(str(folder / "tensorboard"))
 
 
-def write_reports(folder: Path, options: RunOptions, place: Any, task: Any, world_size: int) -> dict[str, Any]:
+def write_reports(folder: Path, options: RunOptions, state: Any, task: Any, world_size: int) -> dict[str, Any]:
     """Write metrics.json, and README.md where there is none; returns the metrics. Raises OSError."""
     rows = run_folder.rows_of(folder)
     evaluated = _evaluated(rows)
-    best = next((row for row in evaluated if row["step"] == place.best_step), evaluated[-1] if evaluated else {})
+    best = next((row for row in evaluated if row["step"] == state.best_step), evaluated[-1] if evaluated else {})
     tokens = sum(row["tokens"] for row in rows)
     seconds = sum(row["tokens"] / row["tokens_per_second"] for row in rows)
     losses = [loss for row in rows for loss in row["losses"]]  # of all steps, those before a stop among them
     metrics = {
-        "steps": place.step,
+        "steps": state.step,
         "train_loss": sum(losses) / len(losses),
         "tokens": tokens,
         "seconds": round(seconds, 3),
         "tokens_per_second": round(tokens / seconds, 1),
-        "best_step": best.get("step", place.step),
+        "best_step": best.get("step", state.step),
         **{name: value for name, value in best.items() if name.startswith("eval_")},
         "ranks": world_size,
         "machine": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
@@ -88,10 +88,10 @@ def write_reports(folder: Path, options: RunOptions, place: Any, task: Any, worl
         "torch": torch.__version__,
     }
     write_text(folder / run_folder.METRICS, json.dumps(metrics, indent=2) + "\n")
-    written, made = folder / "README.md", card(options, metrics, task)
+    written, text = folder / "README.md", card(options, metrics, task)
     if not written.exists():
-        write_text(written, made)
-    elif written.read_bytes() != made.encode():
+        write_text(written, text)
+    elif written.read_bytes() != text.encode():
         warnings.warn(f"{written} was there before the run went on, and stays as it is", stacklevel=2)
     return metrics
 
@@ -217,7 +217,7 @@ def _licence(source: str, terms: dict[str, Any]) -> str:
 
 
 def _is_local(name: str) -> bool:
-    return name.startswith((".", "~")) or Path(name).is_absolute() or Path(name).exists() or kind_of(name) is not None
+    return name.startswith((".", "~")) or Path(name).is_absolute() or Path(name).exists() or suffix_of(name) is not None
 
 
 def _shown(name: str) -> str:

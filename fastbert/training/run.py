@@ -17,8 +17,8 @@ from fastbert.errors import ConfigError
 from fastbert.importing import collector_spares_what_is_there
 from fastbert.ops import multiplies_bf16
 from fastbert.training import folder as run_folder
-from fastbert.training.distributed import World, join, wrap
-from fastbert.training.loop import Loop, LoopOptions, Place, sampler_of
+from fastbert.training.distributed import ProcessGroup, join, wrap
+from fastbert.training.loop import Loop, LoopOptions, TrainState, sampler_of
 from fastbert.training.memory import keep_freed_memory
 from fastbert.training.optimizers import make_optimizer, parameter_groups, use_sparse_gradients
 from fastbert.training.options import RunOptions
@@ -46,54 +46,56 @@ def execute(
     if not options.dry_run:
         folder = run_folder.check(options)
     keep_freed_memory()
-    with collector_spares_what_is_there(), join(options.device or None, options.timeout) as world:
+    with collector_spares_what_is_there(), join(options.device or None, options.timeout) as process_group:
         torch.manual_seed(options.seed)
         if options.resume and not options.dry_run:
-            run_folder.check_data(folder, options, world)
-        with _main_first(world):
+            run_folder.check_data(folder, options, process_group)
+        with _main_first(process_group):
             task = make_task(options)
         phases = _phases(options, task, phases_of)
-        loop_options = _loop_options(options, task, phases, world)
+        loop_options = _loop_options(options, task, phases, process_group)
         if options.dry_run:
-            if world.is_main:
-                _show(task, loop_options, world, say)
+            if process_group.is_main:
+                _show(task, loop_options, process_group, say)
             return {}
-        if world.is_main and not options.resume:
+        if process_group.is_main and not options.resume:
             run_folder.begin(folder, options)
-        with run_folder.held(folder, world):
-            return _train(options, task, loop_options, world, folder)
+        with run_folder.held(folder, process_group):
+            return _train(options, task, loop_options, process_group, folder)
 
 
-def _train(options: RunOptions, task: Task, loop_options: LoopOptions, world: World, folder: Path) -> dict[str, Any]:
-    is_sharded = world.size > 1 and options.wrapping == "fsdp"
-    model = task.model.to(world.device)
-    whole = copy.deepcopy(model) if is_sharded and world.is_main else model
+def _train(
+    options: RunOptions, task: Task, loop_options: LoopOptions, process_group: ProcessGroup, folder: Path
+) -> dict[str, Any]:
+    is_sharded = process_group.size > 1 and options.wrapping == "fsdp"
+    model = task.model.to(process_group.device)
+    whole = copy.deepcopy(model) if is_sharded and process_group.is_main else model
     if options.activation_checkpointing:
         model.activation_checkpointing_enable()
-    if world.size == 1 and world.device.type == "cpu" and options.optimizer == "adamw":
+    if process_group.size == 1 and process_group.device.type == "cpu" and options.optimizer == "adamw":
         use_sparse_gradients(model)
-    wrapped = wrap(model, world, options.wrapping, bf16=loop_options.bf16)  # type: ignore[arg-type]
-    steps, drawn = loop_options.steps, world.is_main and can_draw()
+    wrapped = wrap(model, process_group, options.wrapping, bf16=loop_options.bf16)  # type: ignore[arg-type]
+    steps, drawn = loop_options.steps, process_group.is_main and can_draw()
     optimizer, schedule = _optimizer_of(model, options, steps)
 
     def gather() -> None:
         if is_sharded:
-            _gather(wrapped, whole, world)
+            _gather(wrapped, whole, process_group)
 
     def evaluate() -> dict[str, float]:
         gather()
-        found: list[Any] = [None]
-        if world.is_main:
+        metrics: list[Any] = [None]
+        if process_group.is_main:
             whole.eval()
             with torch.no_grad():  # without autocast, as what is saved runs where nobody asks for another format
-                found = [{f"eval_{name}": float(value) for name, value in task.evaluate(whole).items()}]
-        if world.size > 1:
-            dist.broadcast_object_list(found, src=0, group=world.host_group)
-        return found[0]
+                metrics = [{f"eval_{name}": float(value) for name, value in task.evaluate(whole).items()}]
+        if process_group.size > 1:
+            dist.broadcast_object_list(metrics, src=0, group=process_group.host_group)
+        return metrics[0]
 
     def save_model() -> None:
         gather()
-        if world.is_main:
+        if process_group.is_main:
             task.save(whole, folder)
 
     loop = Loop(
@@ -102,7 +104,7 @@ def _train(options: RunOptions, task: Task, loop_options: LoopOptions, world: Wo
         task.hidden_size,
         optimizer,
         schedule,
-        world,
+        process_group,
         folder,
         loop_options,
         evaluate=evaluate if task.metric else None,
@@ -112,7 +114,11 @@ def _train(options: RunOptions, task: Task, loop_options: LoopOptions, world: Wo
     if options.resume:
         loop.resume()
     progress = Progress(
-        folder, steps, loop.place.step, tensorboard=options.tensorboard and world.is_main, shown=world.is_main
+        folder,
+        steps,
+        loop.state.step,
+        tensorboard=options.tensorboard and process_group.is_main,
+        shown=process_group.is_main,
     )
     loop.on_step, loop.on_log, loop.say = progress.on_step, progress.on_log, progress.say
     try:
@@ -122,19 +128,19 @@ def _train(options: RunOptions, task: Task, loop_options: LoopOptions, world: Wo
     if task.metric is None:
         save_model()
     reports: list[Any] = [None]
-    if world.is_main:
-        reports = [write_reports(folder, options, loop.place, task, world.size)]
-    if world.size > 1:
-        dist.broadcast_object_list(reports, src=0, group=world.host_group)
+    if process_group.is_main:
+        reports = [write_reports(folder, options, loop.state, task, process_group.size)]
+    if process_group.size > 1:
+        dist.broadcast_object_list(reports, src=0, group=process_group.host_group)
     return reports[0]
 
 
-def _gather(wrapped: Any, whole: Any, world: World) -> None:
+def _gather(wrapped: Any, whole: Any, process_group: ProcessGroup) -> None:
     """Fill the whole model of the first rank, where each has a part of it."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     full = get_model_state_dict(wrapped, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if world.is_main:
+    if process_group.is_main:
         whole.load_state_dict(full)
 
 
@@ -174,7 +180,9 @@ def _steps_of_epochs(task: Task, phase: Phase, options: RunOptions) -> int:
     return max(1, steps + math.ceil(rest * of_epoch(int(whole))) if rest else steps)
 
 
-def _loop_options(options: RunOptions, task: Task, phases: tuple[Phase, ...], world: World) -> LoopOptions:
+def _loop_options(
+    options: RunOptions, task: Task, phases: tuple[Phase, ...], process_group: ProcessGroup
+) -> LoopOptions:
     evaluate_every = options.eval_every
     if not evaluate_every and not options.steps:
         lengths = task.examples(0, phases[0])[1]
@@ -184,7 +192,7 @@ def _loop_options(options: RunOptions, task: Task, phases: tuple[Phase, ...], wo
         phases,
         parts=options.accumulation,
         max_norm=options.max_norm,
-        bf16=options.precision == "bf16" or (options.precision == "auto" and multiplies_bf16(world.device)),
+        bf16=options.precision == "bf16" or (options.precision == "auto" and multiplies_bf16(process_group.device)),
         seed=options.seed,
         save_every=options.save_every,
         log_every=options.log_every,
@@ -196,9 +204,11 @@ def _loop_options(options: RunOptions, task: Task, phases: tuple[Phase, ...], wo
     )
 
 
-def _show(task: Task, options: LoopOptions, world: World, say: Callable[[str], None]) -> None:
+def _show(task: Task, options: LoopOptions, process_group: ProcessGroup, say: Callable[[str], None]) -> None:
     phase = options.phases[0]
-    sampler, examples = sampler_of(task, phase, options, task.hidden_size, World(0, 1, world.device), Place())
+    sampler, examples = sampler_of(
+        task, phase, options, task.hidden_size, ProcessGroup(0, 1, process_group.device), TrainState()
+    )
     indices = next(iter(sampler))
     shown = [examples[i] for i in indices[:SHOWN]]
     for line in task.show(task.collate(phase)(shown)):
@@ -211,10 +221,10 @@ def _show(task: Task, options: LoopOptions, world: World, say: Callable[[str], N
 
 
 @contextmanager
-def _main_first(world: World) -> Iterator[None]:
+def _main_first(process_group: ProcessGroup) -> Iterator[None]:
     """Rank 0 does something before the others, which then find it in a cache."""
-    if not world.is_main:
-        world.barrier()
+    if not process_group.is_main:
+        process_group.barrier()
     yield
-    if world.is_main:
-        world.barrier()
+    if process_group.is_main:
+        process_group.barrier()

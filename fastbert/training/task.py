@@ -69,12 +69,12 @@ class Task:
     @staticmethod
     def counts(batch: PackedInputs) -> list[int]:
         """What each of the loss's terms is the mean over, in this batch: a number of labels for each term, without
-        those of slack. The batch is on the host, perhaps in a DataLoader's worker, which has no task.
+        those of padding rows. The batch is on the host, perhaps in a DataLoader's worker, which has no task.
         """
         raise NotImplementedError
 
     def loss(self, model: nn.Module, batch: PackedInputs, totals: Totals) -> torch.Tensor:
-        """The sum over this batch of each term, divided by that term's total, and added up. Slack adds nothing.
+        """The sum over this batch of each term, divided by that term's total, and added up. Padding adds nothing.
 
         `model` is this task's, perhaps wrapped; the batch is on its device.
         """

@@ -15,7 +15,7 @@ from fastbert.cuda_graphs.capture import CudaGraphs, Graphs
 from fastbert.data.batches import StepSampler
 from fastbert.data.loader import make_loader, read
 from fastbert.packed_inputs import PackedInputs
-from fastbert.training.distributed import World
+from fastbert.training.distributed import ProcessGroup
 from fastbert.training.graphed.losses import LossRing
 from fastbert.training.graphed.plan import plan_buckets
 from fastbert.training.graphed.step import GraphedStep
@@ -35,33 +35,38 @@ class TrainStep:
         task: Task,
         model: nn.Module,
         optimizer: Any,
-        world: World,
+        process_group: ProcessGroup,
         *,
         max_norm: float,
         bf16: bool,
         parts: int = 1,
         graphs: Graphs | None = None,
     ):
-        self.task, self.model, self.optimizer, self.world = task, model, optimizer, world
+        self.task, self.model, self.optimizer, self.process_group = task, model, optimizer, process_group
         self.max_norm, self.bf16 = max_norm, bf16
-        self.losses, self._seeds = LossRing(world.device), ops.StepSeeds(world.device)
+        self.losses, self._seeds = LossRing(process_group.device), ops.StepSeeds(process_group.device)
         self.objections, self._objection = set[str](), None
         self._graphed: GraphedStep | None = None
-        self._looks = True
-        if graphs is None and world.device.type != "cuda":
+        self._checks_guard = True
+        if graphs is None and process_group.device.type != "cuda":
             return
-        self._objection = "other processes add up gradients" if world.size > 1 else task.uncapturable(parts)
+        self._objection = "other processes add up gradients" if process_group.size > 1 else task.uncapturable(parts)
         if self._objection is None:
             self._graphed = GraphedStep(
-                model, optimizer, self._loss, max_norm=max_norm, bf16=bf16, graphs=graphs or CudaGraphs(world.device)
+                model,
+                optimizer,
+                self._loss,
+                max_norm=max_norm,
+                bf16=bf16,
+                graphs=graphs or CudaGraphs(process_group.device),
             )
             self.losses = self._graphed.losses_kept
-        elif world.is_main:
+        elif process_group.is_main:
             warnings.warn(f"the training steps run op by op: {self._objection}", stacklevel=3)
 
-    def look_again(self) -> None:
+    def recheck_guard(self) -> None:
         """Somebody beside the steps has had the model: it was evaluated, saved, or loaded."""
-        self._looks = True
+        self._checks_guard = True
 
     def prepare(self, collate: Any, examples: Any, sampler: StepSampler, phase: Phase) -> str:
         """Capture what an epoch's batches need, and say how many graphs there are; "" where nothing is captured."""
@@ -75,7 +80,7 @@ class TrainStep:
         """The batches of each step of an epoch, on the host. Those of captured steps are copied into pinned blocks of
         their buckets' sizes, the others are pinned as they come.
         """
-        pins = self.world.device.type == "cuda" and self._graphed is None
+        pins = self.process_group.device.type == "cuda" and self._graphed is None
         loader = make_loader(examples, sampler, collate, workers=workers, pin_memory=pins)
         with closing(read(loader)) as batches:
             for _ in range(len(sampler) // sampler.parts):
@@ -85,8 +90,8 @@ class TrainStep:
         """One step. totals: what each of the loss's terms is divided by. seed: of dropout."""
         with ops.only_recorded_writes():
             if self._graphed is not None:
-                self._graphed(batches, totals, seed=seed, looks=self._looks)
-                self._looks = False
+                self._graphed(batches, totals, seed=seed, looks=self._checks_guard)
+                self._checks_guard = False
             else:
                 self._run(list(batches), totals, seed)
         objection = self._objection if self._graphed is None else self._graphed.why_eager
@@ -94,7 +99,7 @@ class TrainStep:
             self.objections.add(objection)
 
     def _run(self, batches: list[PackedInputs], totals: Sequence[float], seed: int) -> None:
-        device = self.world.device
+        device = self.process_group.device
         self._seeds.begin(seed)
         if device.type != "cpu":
             batches = [batch.to(device, non_blocking=True) for batch in batches]

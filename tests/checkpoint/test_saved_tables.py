@@ -16,7 +16,7 @@ from torch import nn
 from fastbert import families
 from fastbert.errors import ConfigError
 from fastbert.families.schema import value_of
-from fastbert.layers.leaves import get_leaf, place
+from fastbert.layers.leaves import get_leaf, set_module
 from fastbert.models.auto import model_class
 from fastbert.models.masked_lm import MaskedLMHeadModel
 from fastbert.testing.numerics import assert_close_to_reference
@@ -40,7 +40,7 @@ def replace_table(model, role: str, more: int) -> None:
     """A table of more rows, or fewer, and nothing else."""
     path = getattr(model.config.embeddings, role)
     old = get_leaf(model.base_model, path)
-    place(model.base_model, path, nn.Embedding(old.num_embeddings + more, old.embedding_dim, old.padding_idx))
+    set_module(model.base_model, path, nn.Embedding(old.num_embeddings + more, old.embedding_dim, old.padding_idx))
 
 
 def has_bias(model) -> bool:
@@ -54,7 +54,7 @@ def replace_words(model, more: int) -> None:
     if not isinstance(model, MaskedLMHeadModel):
         return
     names, rows = model.masked_lm, model.config.vocab_size + more
-    place(model, names.decoder, nn.Linear(model.decoder_width(model.config), rows, bias=has_bias(model)))
+    set_module(model, names.decoder, nn.Linear(model.decoder_width(model.config), rows, bias=has_bias(model)))
     if names.bias is not None:
         parent, _, leaf = names.bias.rpartition(".")
         setattr(model.get_submodule(parent), leaf, nn.Parameter(torch.randn(rows)))
@@ -154,7 +154,7 @@ def test_a_decoder_that_is_no_longer_tied(model_type, shared, tmp_path):
     decoder = nn.Linear(model.config.embedding_width, model.config.vocab_size, bias=has_bias(model))
     if shared == "the weight":
         decoder.weight = model.get_input_embeddings().weight
-    place(model, model.masked_lm.decoder, decoder)
+    set_module(model, model.masked_lm.decoder, decoder)
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
     assert_same_state(loaded, model)
@@ -173,7 +173,7 @@ LABELLED = [
 def test_another_classifier(model_type, head, tmp_path):
     model = make(model_type, head, id2label={0: "a", 1: "b", 2: "c"})
     old = get_leaf(model, model.label_leaf)
-    place(model, model.label_leaf, nn.Linear(old.in_features, 5))
+    set_module(model, model.label_leaf, nn.Linear(old.in_features, 5))
     assert_round_trip(model, tmp_path)
     assert type(model).from_pretrained(tmp_path).config.id2label[4] == "LABEL_4"
 
@@ -214,7 +214,7 @@ def test_a_decoder_that_was_replaced_by_one_with_a_bias_keeps_it_beside_the_lone
         before = model(IDS).logits
         new = nn.Linear(decoder.in_features, decoder.out_features)
         new.weight.copy_(decoder.weight)
-        place(model, model.masked_lm.decoder, new)
+        set_module(model, model.masked_lm.decoder, new)
         found = model(IDS).logits
     exact = before.double() + new.bias.detach().double()
     assert_close_to_reference(found, exact, before + new.bias.detach())

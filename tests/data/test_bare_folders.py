@@ -22,8 +22,8 @@ families = pytest.mark.parametrize("model_type", FORMS)
 @pytest.fixture
 def known(monkeypatch):
     """The families that have bare files are there."""
-    for model_type, form in FORMS.items():
-        made = replace(FAMILIES["bert"], model_type=model_type, classes=CLASSES[model_type], vocabulary=form)
+    for model_type, vocab_spec in FORMS.items():
+        made = replace(FAMILIES["bert"], model_type=model_type, classes=CLASSES[model_type], vocabulary=vocab_spec)
         monkeypatch.setitem(FAMILIES, model_type, made)
 
 
@@ -31,7 +31,7 @@ def known(monkeypatch):
 def test_the_config_says_which_family_it_is(model_type, tmp_path, known):
     folder = write_bare(tmp_path, model_type)
     ours = load_tokenizer(folder)
-    assert what_differs(ours, load_tokenizer(folder, form=FORMS["mpnet"]), TEXTS) == []
+    assert what_differs(ours, load_tokenizer(folder, vocab_spec=FORMS["mpnet"]), TEXTS) == []
     special = FORMS[model_type].special
     assert mask_token(folder, ours) == special["mask"]
     vocabulary = read_vocabulary(folder)
@@ -79,7 +79,7 @@ def test_without_a_config_the_family_of_the_run_counts(tmp_path, known):
 def test_case_is_lowered_for_sentence_transformers(model_type, tmp_path):
     """do_lower_case of sentence_bert_config.json, and what cuts texts at a side."""
     folder = write_bare(tmp_path, model_type, do_lower_case=False)
-    plain, lowering = (load_tokenizer(folder, lowercase=lower, form=FORMS[model_type]) for lower in (False, True))
+    plain, lowering = (load_tokenizer(folder, lowercase=lower, vocab_spec=FORMS[model_type]) for lower in (False, True))
     texts = ["The CAT sat", "A Dog, THE mat!"]
     assert [lowering.encode(text).ids for text in texts] == [plain.encode(text.lower()).ids for text in texts]
     assert lowering.encode("The CAT").ids != plain.encode("The CAT").ids

@@ -31,7 +31,7 @@ def added(tokenizer: Tokenizer) -> list[dict]:
 
 
 def check(folder: Path, model_type: str, texts: list[str] = TEXTS) -> Tokenizer:
-    ours, theirs = load_tokenizer(folder, form=FORMS[model_type]), their_tokenizer(folder)
+    ours, theirs = load_tokenizer(folder, vocab_spec=FORMS[model_type]), their_tokenizer(folder)
     assert ours.get_vocab() == theirs.get_vocab() and added(ours) == added(theirs)
     assert what_differs(ours, theirs, texts) == []
     return ours
@@ -142,7 +142,7 @@ def test_settings_are_followed(model_type, name, tmp_path):
 @families
 def test_tokens_that_are_listed_with_ids(model_type, flags, tmp_path):
     """In tokenizer_config.json, as newer programs write it."""
-    known = load_tokenizer(write_bare(tmp_path, model_type), form=FORMS[model_type])
+    known = load_tokenizer(write_bare(tmp_path, model_type), vocab_spec=FORMS[model_type])
     mask = FORMS[model_type].special["mask"]
     size, ids = known.get_vocab_size(), {text: known.token_to_id(text) for text in (mask, "▁the", "the", "Ġc")}
     listed = {i: {**_FLAGS, "content": text} for text, i in ids.items() if i is not None}
@@ -155,7 +155,7 @@ def test_tokens_that_are_listed_with_ids(model_type, flags, tmp_path):
 @families
 def test_files_of_old(model_type, tmp_path):
     """special_tokens_map.json and added_tokens.json, as older programs write them."""
-    known = load_tokenizer(write_bare(tmp_path, model_type), form=FORMS[model_type])
+    known = load_tokenizer(write_bare(tmp_path, model_type), vocab_spec=FORMS[model_type])
     size, mask = known.get_vocab_size(), FORMS[model_type].special["mask"]
     entry = {**_FLAGS, "content": mask, "lstrip": True, "normalized": True}
     write_json(tmp_path / "special_tokens_map.json", {"mask_token": entry, "pad_token": "<ent>", "unk_token": "[UNK]"})
@@ -182,7 +182,7 @@ REFUSED = {
 def test_settings_that_are_refused(message, tmp_path):
     write_bare(tmp_path, "deberta", **REFUSED[message])
     with pytest.raises(CheckpointError) as caught:
-        load_tokenizer(tmp_path, form=FORMS["deberta"])
+        load_tokenizer(tmp_path, vocab_spec=FORMS["deberta"])
     assert message.replace("mask_token", "lstrip of '[MASK]' must be true or false") in str(caught.value)
 
 
@@ -190,7 +190,7 @@ def test_settings_that_are_refused(message, tmp_path):
 def test_what_is_saved_of_it_is_the_same(model_type, tmp_path):
     """The tokenizer.json of a sentence encoder's folder, here and in transformers."""
     bare = write_bare(tmp_path / "bare", model_type)
-    ours = load_tokenizer(bare, form=FORMS[model_type])
+    ours = load_tokenizer(bare, vocab_spec=FORMS[model_type])
     write_json(tmp_path / "config.json", {"model_type": model_type})
     ours.save(str(tmp_path / "tokenizer.json"))
     for other in (load_tokenizer(tmp_path), their_tokenizer(tmp_path), their_tokenizer(bare)):

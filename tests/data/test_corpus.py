@@ -14,8 +14,8 @@ from shares import assert_share
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from fastbert.data.long_texts.template import Template
+from fastbert.data.pretraining.chunks import CorpusChunks, CorpusPairs, cut_chunks
 from fastbert.data.pretraining.corpus import Corpus, tokenize_corpus
-from fastbert.data.pretraining.windows import CorpusPairs, CorpusWindows, cut_windows
 from fastbert.data.sources import load_source
 from fastbert.errors import InputError
 
@@ -92,7 +92,7 @@ def document_of(corpus: Corpus, token: np.ndarray) -> np.ndarray:
 
 def test_windows_cover_each_document_once_and_are_full(tokenizer):
     corpus = make_corpus()
-    windows = CorpusWindows(corpus, tokenizer, 66, seed=shifted(0), epoch=0)
+    windows = CorpusChunks(corpus, tokenizer, 66, seed=shifted(0), epoch=0)
     found = [windows[i]["input_ids"] for i in range(len(windows))]
     assert all(row[0] == 0 and row[-1] == 1 for row in found)
     assert np.array_equal(np.concatenate([row[1:-1] for row in found]), corpus.tokens)
@@ -107,7 +107,7 @@ def test_windows_cover_each_document_once_and_are_full(tokenizer):
 
 def test_every_epoch_cuts_at_other_places():
     corpus = make_corpus()
-    cuts = [cut_windows(corpus, 64, 0, epoch)[0] for epoch in (0, 1, 0)]
+    cuts = [cut_chunks(corpus, 64, 0, epoch)[0] for epoch in (0, 1, 0)]
     assert np.array_equal(cuts[0], cuts[2]) and not np.array_equal(cuts[0], cuts[1])
 
 
@@ -186,7 +186,7 @@ def test_bad_input(tokenizer, tmp_path):
     with pytest.raises(InputError, match="the corpus has one document"):
         CorpusPairs(make_corpus(1), tokenizer, 64, "nsp", seed=shifted(0), epoch=0)
     with pytest.raises(InputError, match="max_length is 2; the special tokens alone take 2"):
-        CorpusWindows(make_corpus(1), tokenizer, 2, seed=shifted(0), epoch=0)
+        CorpusChunks(make_corpus(1), tokenizer, 2, seed=shifted(0), epoch=0)
 
 
 def test_files_with_quotes_are_read_as_glue_writes_them(tmp_path):

@@ -15,11 +15,11 @@ from test_windows import texts_of, trained
 from tokenizers import AddedToken, Tokenizer, processors
 from tokenizers.trainers import BpeTrainer
 
+from fastbert.data.chunks import Cutter
 from fastbert.data.long_texts import pairs, pieces
 from fastbert.data.long_texts.pairs import CutPair, encode
 from fastbert.data.long_texts.pieces import as_far_as_needed, groups, pieces_of, uncut
 from fastbert.data.tokenized import tokenize, tokenize_one
-from fastbert.data.windows import Cutter
 
 LONG = " ".join(texts_of(200))
 WORDS = LONG.split()

@@ -13,9 +13,9 @@ from test_tokenized import tokenizer_of_words
 from tiny import WORDS
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
+from fastbert.data.chunks import CORE, OVERLAP, Cutter, Windows, ranges_of
 from fastbert.data.long_texts import pieces
 from fastbert.data.tokenized import tokenize
-from fastbert.data.windows import CORE, OVERLAP, Cutter, Windows, ranges_of
 from fastbert.errors import InputError
 
 SIZES = ((8, 0), (8, 2), (9, 5), (13, 4), (300, 20))

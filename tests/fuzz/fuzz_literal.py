@@ -19,7 +19,7 @@ def _is_plain(kind: str) -> bool:
     """Whether `run_layer` below computes all that the family's layers do."""
     specs, leaves = EncoderConfig.of_family(kind).layer_specs, EncoderConfig.of_family(kind).embeddings
     has_distances = any(spec.attention.position or spec.attention.window_size != (-1, -1) for spec in specs)
-    is_other = any(spec.feed_forward.gated or spec.norm.kind != "layer" or len(spec.names.qkv) < 3 for spec in specs)
+    is_other = any(spec.feed_forward.gated or spec.norm.type != "layer" or len(spec.names.qkv) < 3 for spec in specs)
     return not has_distances and not is_other and leaves.position is not None and leaves.task_type is None
 
 

@@ -9,7 +9,7 @@ from family_configs import CHOICES, config_for, make_config
 from full import halved, left_to_full, left_to_simulated
 from hf import make_hf
 from host_syncs import HostSyncs, no_value_is_on_the_host
-from slack import with_slack
+from slack import with_capacity
 
 import fastbert
 from fastbert import ops
@@ -165,7 +165,7 @@ def make_packed(model_type: str, head: str, kind: str) -> fastbert.PackedInputs:
 def test_a_training_step_on_packed_inputs_waits_for_nothing(model_type, head):
     """Forward, loss and backward, on the kernels that a GPU runs; dropout, too; slack behind the batch, or padding."""
     model = CLASSES[model_type, head](config_for(model_type, head, 0, hidden_dropout_prob=0.1, **TINY)).train()
-    for packed in (make_packed(model_type, head, "holes"), with_slack(make_packed(model_type, head, "lists"))):
+    for packed in (make_packed(model_type, head, "holes"), with_capacity(make_packed(model_type, head, "lists"))):
         with use_backend("triton"), HostSyncs() as syncs:
             out = model(packed)
             (out.last_hidden_state.sum() if head == "Model" else out.loss).backward()

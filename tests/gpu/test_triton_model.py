@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_er
 def is_one_op(request, monkeypatch):
     """Of the layers."""
     if request.param == "op by op":
-        monkeypatch.setattr(ops, "try_fused", lambda op, x, look: "not here")
+        monkeypatch.setattr(ops, "try_fused", lambda op, x, find_operands: "not here")
     return request.param == "one op"
 
 

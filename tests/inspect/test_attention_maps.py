@@ -123,8 +123,8 @@ def test_other_layers_run_as_one_op_and_those_behind_do_not(monkeypatch):
     model = fastbert.AutoModel.from_config(config).eval()
     stretches, try_fused = [], ops.try_fused
 
-    def counted(op, x, look):
-        call = try_fused(op, x, look)
+    def counted(op, x, find_operands):
+        call = try_fused(op, x, find_operands)
         stretches.append((op, callable(call)))
         return call
 

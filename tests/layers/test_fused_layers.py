@@ -42,8 +42,8 @@ def calls(monkeypatch) -> list[bool]:
     made: list[bool] = []
     try_fused = ops.try_fused
 
-    def counted(op, x, look):
-        found = try_fused(op, x, look)
+    def counted(op, x, find_operands):
+        found = try_fused(op, x, find_operands)
         made.extend([callable(found)] if op == "encoder_layers" or (op == "encoder" and callable(found)) else [])
         return found
 

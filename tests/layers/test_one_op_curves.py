@@ -135,6 +135,6 @@ def test_a_run_errs_no_more_than_op_by_op(kind, head, steps, monkeypatch):
         patch.setitem(FUSED["encoder_layers_training"], backend, counted(backend))
         ours = curve(kind, head, steps, autocast=True)
     assert len(served) == steps * (2 if head == "embeddings" else 1)
-    monkeypatch.setattr(ops, "try_fused", lambda op, x, look: "op by op")
+    monkeypatch.setattr(ops, "try_fused", lambda op, x, find_operands: "op by op")
     baseline, oracle = (curve(kind, head, steps, autocast) for autocast in (True, False))
     assert_close_to_reference(ours.bfloat16(), oracle.double(), baseline.bfloat16(), GRADIENT_FACTOR, f"{kind} {head}")

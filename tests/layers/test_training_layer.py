@@ -58,8 +58,8 @@ def served(monkeypatch) -> list[bool]:
     made: list[bool] = []
     try_fused = ops.try_fused
 
-    def counted(op, x, look):
-        found = try_fused(op, x, look)
+    def counted(op, x, find_operands):
+        found = try_fused(op, x, find_operands)
         made.append(callable(found))
         return found
 
@@ -92,7 +92,7 @@ def test_against_oracle(backend, mode, served):
 
 def one_by_one(monkeypatch, layer: EncoderLayer) -> dict[str, torch.Tensor]:
     with monkeypatch.context() as patch:
-        patch.setattr(ops, "try_fused", lambda op, x, look: "not here")
+        patch.setattr(ops, "try_fused", lambda op, x, find_operands: "not here")
         return step(layer)
 
 

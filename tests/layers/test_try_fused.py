@@ -43,8 +43,8 @@ def answer(model: fastbert.BertModel, x: torch.Tensor):
     """What is answered for all of a model's layers, without a call of them."""
     config = model.config
     stretch = 0, config.num_hidden_layers, None, False, False
-    look = partial(OwnTree(model).layers, stretch, config.layer_paths, config.layer_specs)
-    return try_fused("encoder_layers", x, look)
+    find_operands = partial(OwnTree(model).layers, stretch, config.layer_paths, config.layer_specs)
+    return try_fused("encoder_layers", x, find_operands)
 
 
 @pytest.mark.parametrize("device", ("meta", "cpu"))

@@ -23,7 +23,7 @@ PAIRS = [1, 0, 1]
 def pair_model(name: str):
     manual_seed(0)
     model = CLASSES[name, "PreTraining"](config_for(name, "PreTraining", num_hidden_layers=2)).eval()
-    return model, model.head_form.pair_label
+    return model, model.head_spec.pair_label
 
 
 @pytest.mark.parametrize("name", ["bert", "albert"])
@@ -42,7 +42,7 @@ def test_each_term_has_its_own_total(name):
     for dtype in (torch.float32, torch.float64):
         scores = parts[0].prediction_logits.to(dtype)[torch.tensor([*LABELS[0], *LABELS[1]]) != -100]
         tokens = F.cross_entropy(scores, torch.tensor([6, 8, 10]), reduction="sum") / 5
-        of_pairs = parts[0][model.head_form.pair_logits].to(dtype)
+        of_pairs = parts[0][model.head_spec.pair_logits].to(dtype)
         formula.append(tokens + F.cross_entropy(of_pairs, torch.tensor([1, 0]), reduction="sum") / 3)
     assert_close_to_reference(parts[0].loss, formula[1], formula[0], GRADIENT_FACTOR)
     with pytest.raises(fastbert.InputError, match=f"num_items_in_batch has no {label}"):

@@ -11,7 +11,7 @@ from torch import nn
 
 import fastbert
 from fastbert import ops
-from fastbert.layers.fingerprint import ModuleFingerprint, TreeCache
+from fastbert.layers.guard import ModuleGuard, TreeCache
 from fastbert.native.availability import extension_error
 from fastbert.packing import is_all_ones
 
@@ -37,15 +37,15 @@ def asks(monkeypatch) -> collections.Counter[str]:
         return count
 
     monkeypatch.setattr(TreeCache, "get", counted("tree", TreeCache.get))
-    monkeypatch.setattr(ModuleFingerprint, "is_current", counted("fingerprint", ModuleFingerprint.is_current))
+    monkeypatch.setattr(ModuleGuard, "is_current", counted("fingerprint", ModuleGuard.is_current))
     look = counted("ones", is_all_ones)
     for module in ("packing", "execution.request", "acceleration.forward"):
         monkeypatch.setattr(f"fastbert.{module}.is_all_ones", look)
     try_fused = ops.try_fused
 
-    def asked(op, x, look):
+    def asked(op, x, find_operands):
         made[op] += 1
-        return try_fused(op, x, look)
+        return try_fused(op, x, find_operands)
 
     monkeypatch.setattr(ops, "try_fused", asked)
     return made

@@ -113,7 +113,7 @@ def test_a_bound_far_above_the_truth_makes_no_larger_tables(model_type, checked,
         return  # a bound beyond a table of positions is refused
     model, packed = make_model(config).eval(), make_batch(config).packed()
     del packed["position_ids"]
-    monkeypatch.setattr(rotary, "_made", tables := {})
+    monkeypatch.setattr(rotary, "_table_cache", tables := {})
     fastbert.check_inputs(checked)
     try:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""PackedInputs.with_slack: a batch in the sizes of its bucket."""
+"""PackedInputs.with_capacity: a batch in the sizes of its bucket."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEW = dict(total_tokens=8, batch_size=4, labelled=5, max_seqlen=6)
 
 
 def padded(packed: PackedInputs, **changes: int) -> PackedInputs:
-    return packed.with_slack(**{**NEW, **changes})
+    return packed.with_capacity(**{**NEW, **changes})
 
 
 def test_labels_of_tokens():
@@ -73,7 +73,7 @@ def test_a_batch_of_no_sequence_is_all_slack():
 
 def test_sizes_that_are_the_batchs_own_change_nothing():
     packed = fastbert.pack_inputs(ROWS, labels=ROWS)
-    made = packed.with_slack(5, 2, 5, 3)
+    made = packed.with_capacity(5, 2, 5, 3)
     for name in ("input_ids", "labels"):
         assert torch.equal(made[name], packed[name])
     assert torch.equal(made["batch"].cu_seqlens, packed["batch"].cu_seqlens)
@@ -105,5 +105,5 @@ def test_a_batch_with_padded_outputs_is_refused(mask):
 def test_bounds_hold_the_ids_of_slack():
     """And stay unknown where nobody has looked."""
     batch = PackedBatch(None, torch.tensor([0, 1]), 1, 1, None, 1, bounds={"input_ids": (5, 7)})
-    assert batch.with_slack(2, 2, 0, 3).bounds == {"input_ids": (0, 7)}
-    assert PackedBatch(None, torch.tensor([0, 1]), 1, 1, None, 1).with_slack(2, 2, 0, 3).bounds is None
+    assert batch.with_capacity(2, 2, 0, 3).bounds == {"input_ids": (0, 7)}
+    assert PackedBatch(None, torch.tensor([0, 1]), 1, 1, None, 1).with_capacity(2, 2, 0, 3).bounds is None

@@ -8,7 +8,7 @@ from family_configs import config_for
 from full import halved, left_to_full, thinned
 from hf import randomise
 from seeds import manual_seed
-from slack import assert_slack_adds_nothing, step, with_slack
+from slack import assert_slack_adds_nothing, step, with_capacity
 
 import fastbert
 from fastbert.backend import use_backend
@@ -87,7 +87,7 @@ def test_slack_adds_nothing(case, backend, slack):
 def test_a_total_may_be_a_tensor(case):
     """Bit for bit."""
     model, packed = make(case)
-    packed = with_slack(packed)
+    packed = with_capacity(packed)
     totals = items_of(model, packed), items_of(model, packed, torch.tensor)
     floats, tensors = (
         step(model, model, packed, lambda m, given, items=items: m(**given, num_items_in_batch=items).loss)
@@ -100,7 +100,7 @@ def test_a_total_may_be_a_tensor(case):
 @pytest.mark.parametrize("case", CASES)
 def test_a_batch_that_is_slack_alone_has_a_loss_of_zero(case):
     model, packed = make(case)
-    empty = with_slack(packed.without_sequences())
+    empty = with_capacity(packed.without_sequences())
     for items in ({}, {"num_items_in_batch": items_of(model, packed)}):
         loss, gradients = step(model, model, empty, lambda m, given, items=items: m(**given, **items).loss)
         assert loss == 0.0 and not gradients.any()
@@ -113,7 +113,7 @@ READS_SEQUENCES = [
         head == "NextSentencePrediction"
         or (
             issubclass(CLASSES[family, head], ClassifierModel)
-            and CLASSES[family, head].head_form.pooling_of(config_for(family, head, index)) not in ("tokens", "late")
+            and CLASSES[family, head].head_spec.pooling_of(config_for(family, head, index)) not in ("tokens", "late")
         )
     )
 ]
@@ -125,10 +125,10 @@ READS_SEQUENCES = [
 def test_hidden_states_of_slack_are_not_read(case, value):
     """Of heads over a vector a sequence, whose gradients none has touched."""
     model, packed = make(case)
-    packed = with_slack(packed)
+    packed = with_capacity(packed)
     inputs = ModelInputs(packed)
     prepared = model.base_model.prepare(inputs)
-    given = model.check_given(labels_of(packed, {}), prepared.batch)
+    given = model.check_options(labels_of(packed, {}), prepared.batch)
     hidden = model.run_base(prepared, inputs)[0].packed.detach()
 
     def loss(model, hidden):
@@ -146,7 +146,7 @@ def test_hidden_states_of_slack_are_not_read(case, value):
 def test_a_sequence_without_tokens_has_no_label(case):
     """Whatever stands there."""
     model, packed = make(case)
-    padded = with_slack(packed)
+    padded = with_capacity(packed)
     other = PackedInputs({**padded, "labels": padded["labels"].clone()})
     other["labels"][len(packed["labels"]) :] = 1
     expected, found = (step(model, model, each, lambda m, given: m(given).loss) for each in (padded, other))
@@ -169,7 +169,7 @@ def test_joint_pre_training_samples_nothing_for_slack():
     pair = (randomise(CLASSES["electra", head](config_for("electra", head))) for head in ("MaskedLM", "PreTraining"))
     joint, shown = fastbert.ElectraForJointPreTraining(*pair).train(), []
     joint.discriminator.register_forward_pre_hook(lambda module, given: shown.append(given[0]))
-    padded, count = with_slack(packed), packed["batch"].total_tokens
+    padded, count = with_capacity(packed), packed["batch"].total_tokens
     out = joint(padded)
     assert (out.replaced[count:] == -100).all() and set(out.replaced[:count].tolist()) <= {0, 1}
     assert not shown[0][count:].any()

@@ -209,7 +209,7 @@ def test_windows_wider_than_any_sequence(backend, window_size):
 def test_nothing_crosses_from_one_sequence_to_another(backend, dtype):
     """Neither values nor positions nor rows of the tables; slack is zeros, of which there is more than positions."""
     n = 20 if backend == "triton" else 165
-    case, end = Lengths("", (7, n, 9), slack=70), n + 7
+    case, end = Lengths("", (7, n, 9), padding_rows=70), n + 7
     places, rotary = positions(case), rotary_of(case, 32, "pairs-by-token")
     tensors = make(case, (4, 2), dtype=dtype)
     dout = torch.randn_like(tensors[0])

@@ -40,9 +40,9 @@ each_term = pytest.mark.parametrize("terms", TERMS)
 
 # About the widths of vectors and tiles, and of one panel, up to which the CPU's kernels have a way of their own.
 SHORT = Lengths("short", (1, 2, 15, 0, 16, 17, 31, 32, 33))
-MIDDLE = Lengths("middle", (63, 64, 65, 129), slack=3)
+MIDDLE = Lengths("middle", (63, 64, 65, 129), padding_rows=3)
 LONG = Lengths("long", (300, 5))
-FEW = Lengths("few", (20, 70, 1), slack=3)
+FEW = Lengths("few", (20, 70, 1), padding_rows=3)
 
 
 @thinned(6)
@@ -145,7 +145,7 @@ def test_dropout(backend, dtype):
 def test_places_without_holes_change_no_bit(backend):
     for case in (SHORT, MIDDLE):
         tensors, relative = make(case), make_terms(case, "all", "buckets", 3, 32, torch.float32)
-        starts = torch.cat([torch.arange(n) + 5 * i for i, n in enumerate((*case.lengths, case.slack))]).int()
+        starts = torch.cat([torch.arange(n) + 5 * i for i, n in enumerate((*case.lengths, case.padding_rows))]).int()
         results = [
             run(backend, case, tensors, relative._replace(positions=places), tensors[0]) for places in (None, starts)
         ]
@@ -158,7 +158,7 @@ def test_places_without_holes_change_no_bit(backend):
 def test_threads_and_runs_do_not_change_bits(backend, dtype):
     """The tables' gradients are sums over all sequences, by groups that do not depend on the threads."""
     before = torch.get_num_threads()
-    ends_without_tokens = Lengths("", (20, 40, 0, 0), slack=2)  # which may not be left with a group of their own
+    ends_without_tokens = Lengths("", (20, 40, 0, 0), padding_rows=2)  # which may not be left with a group of their own
     cases = (Lengths("", (520, 3, 190)), Lengths("", (40, 61) * 9), ends_without_tokens, LONG)
     for case, places in zip(cases, (None, None, None, holes(LONG)), strict=True):
         tensors = make(case, 2, 8, dtype)
@@ -176,7 +176,7 @@ def test_threads_and_runs_do_not_change_bits(backend, dtype):
 def test_nothing_crosses_from_one_sequence_to_another(backend, dtype):
     """But by the tables' gradients, to which all add."""
     for n, places in ((70, None), (9, None), (70, holes)):
-        case, end = Lengths("", (7, n, 9), slack=2), n + 7
+        case, end = Lengths("", (7, n, 9), padding_rows=2), n + 7
         positions = None if places is None else places(case)
         tensors, relative = make(case, 2, 32, dtype), make_terms(case, "all", "buckets", 2, 32, dtype, positions)
         dout = torch.randn_like(tensors[0])

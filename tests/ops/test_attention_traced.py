@@ -16,7 +16,7 @@ from fastbert.ops import Relative, Rotary, attention
 from fastbert.testing.cases import Lengths
 
 backend = attention_cases.backend  # the fixture
-FEW = Lengths("few", (20, 70, 1), slack=3)
+FEW = Lengths("few", (20, 70, 1), padding_rows=3)
 
 
 @left_to_full(lambda p: p["backend"] == "torch")  # a rectangle's graph takes a minute

@@ -32,7 +32,7 @@ from fastbert.testing.cases import LENGTHS, Lengths
 from fastbert.testing.numerics import assert_close_to_reference
 
 pytestmark = [needs_triton, pytest.mark.simulated]
-MANY = Lengths("many", tuple(i * 37 % 50 for i in range(300)), slack=40)
+MANY = Lengths("many", tuple(i * 37 % 50 for i in range(300)), padding_rows=40)
 ONES = Lengths("ones", (1,) * 8)
 
 

@@ -47,7 +47,7 @@ def make_stack(name: str, dtype: torch.dtype, final: bool = True):
     layers = [make(CASES[each], seed).map(lambda t: t.to(dtype)) for seed, each in enumerate(STACKS[name])]
     x = torch.randn(TOKENS, HIDDEN, generator=torch_generator(1)).to(dtype)
     last = layers[-1].spec
-    norm = [None if t is None else t.to(dtype) for t in make_final_norm(last.norm.kind)]
+    norm = [None if t is None else t.to(dtype) for t in make_final_norm(last.norm.type)]
     return layers, x, norm if final and last.norm_first else None
 
 
@@ -108,9 +108,9 @@ def test_number_of_threads():
 def test_no_tokens_and_slack(name):
     layers, x, norm = make_stack(name, torch.float32)
     assert fused("encoder_layers", layers, x[:0], norm, torch.zeros(3, dtype=torch.int32)).shape == (0, HIDDEN)
-    with_slack = fused("encoder_layers", layers, torch.cat([x, x[:7]]), norm)
-    assert torch.equal(with_slack[:TOKENS], fused("encoder_layers", layers, x, norm))
-    assert torch.isfinite(with_slack).all()
+    with_capacity = fused("encoder_layers", layers, torch.cat([x, x[:7]]), norm)
+    assert torch.equal(with_capacity[:TOKENS], fused("encoder_layers", layers, x, norm))
+    assert torch.isfinite(with_capacity).all()
 
 
 @torch.no_grad()

@@ -20,8 +20,8 @@ from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_clo
 pytestmark = needs_triton
 # About blocks of 16, 32 and 64; in fp32 they are 16 always.
 SHORT = Lengths("short", (1, 15, 0, 17))
-MIDDLE = Lengths("middle", (33, 65), slack=3)
-FEW = Lengths("few", (7, 40, 1), slack=3)
+MIDDLE = Lengths("middle", (33, 65), padding_rows=3)
+FEW = Lengths("few", (7, 40, 1), padding_rows=3)
 each_dtype = pytest.mark.parametrize(
     "dtype", (torch.float32, torch.bfloat16, torch.float16), ids=lambda d: str(d).removeprefix("torch.")
 )
@@ -92,7 +92,7 @@ def test_any_scale(softmax_scale):
 def kept(case: Lengths, heads: int, dropout_p: float, seed: int, positions=None, max_seqlen=None) -> torch.Tensor:
     """(query, head, key): whether `seed` keeps a probability. All keys are alike; values tell them apart."""
     width = max(case.lengths)  # in 16 bits, which have wider heads
-    place = torch.cat([torch.arange(n) for n in (*case.lengths, case.slack)])
+    place = torch.cat([torch.arange(n) for n in (*case.lengths, case.padding_rows)])
     values = torch.nn.functional.one_hot(place, width)[:, None].expand(-1, heads, -1).bfloat16()
     longest = max(longest_of(case, positions), max_seqlen or 0)
     relative = Relative(torch.zeros(2 * longest - 1).int(), bias=torch.zeros(1, heads), positions=positions)
@@ -143,7 +143,7 @@ def test_float16_scores_beyond_its_largest_number():
 @left_to_full(lambda p: not p["has_holes"])  # the same sums, in the same order
 @pytest.mark.parametrize("has_holes", (False, True), ids=("places", "holes"))
 def test_the_same_bits_in_every_run(has_holes):
-    case = Lengths("", (5, 20), slack=1)
+    case = Lengths("", (5, 20), padding_rows=1)
     places = holes(case) if has_holes else None
     tensors = make(case, 1, 16, torch.bfloat16)
     relative = make_terms(case, "all", "buckets", 1, 16, torch.bfloat16, places)
@@ -156,7 +156,7 @@ def test_the_same_bits_in_every_run(has_holes):
 @pytest.mark.parametrize("n, has_holes", ((70, False), (9, False), (30, True)))
 def test_nothing_crosses_from_one_sequence_to_another(n, has_holes):
     """But by the tables' gradients, to which all add. Slack is zeros."""
-    case, end = Lengths("", (7, n, 9), slack=2), n + 7
+    case, end = Lengths("", (7, n, 9), padding_rows=2), n + 7
     tensors = make(case, 1, 16, torch.bfloat16)
     relative = make_terms(case, "all", "buckets", 1, 16, torch.bfloat16, holes(case) if has_holes else None)
     spoiled = tuple(t.clone() for t in tensors)

@@ -17,7 +17,7 @@ from fastbert.ops.attention.relative_triton import _places, _where
 from fastbert.testing.cases import Lengths
 
 pytestmark = needs_triton
-FEW = Lengths("few", (7, 20, 1), slack=3)
+FEW = Lengths("few", (7, 20, 1), padding_rows=3)
 each_term = pytest.mark.parametrize("terms", TERMS)
 
 

@@ -34,12 +34,12 @@ def test_one_way_leads_from_texts_to_a_models_batches():
     texts; inspect runs the same texts many times, with gradients or with tokens masked; a benchmark draws its tokens,
     and runs other engines as their users do.
     """
-    tokenising = {"data/long_texts/pairs.py", "data/pretraining/corpus.py", "data/windows/__init__.py"}
+    tokenising = {"data/long_texts/pairs.py", "data/pretraining/corpus.py", "data/chunks/__init__.py"}
     tokenising |= {"bench/texts/contestants.py", "data/long_texts/pieces.py", "serve/routes/token_ids.py"}
     assert files_with(r"\.encode_batch(_fast)?\b") == tokenising
     many_times = {"inspect/attribution.py", "inspect/likelihood.py", "bench/comparison.py"}
     assert files_with(r"\btoken_batches\(") == {"data/budget.py", "data/tokenized.py", *many_times}
-    own = {"data/tokenized.py", "data/windows/job.py", "sentences/documents.py", "sentences/text_model.py"}
+    own = {"data/tokenized.py", "data/chunks/job.py", "sentences/documents.py", "sentences/text_model.py"}
     assert files_with(r"\brun_batches\(") == own | {"training/finetuning/classification.py"}
     assert files_with(r"\.sigmoid\(\) if") == {"sentences/scorer.py"}  # labels' probabilities
 

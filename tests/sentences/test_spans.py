@@ -16,7 +16,7 @@ from seqeval.metrics.sequence_labeling import get_entities
 
 import fastbert
 from fastbert import Windows
-from fastbert.data.windows.answers import MAX_ANSWER
+from fastbert.data.chunks.answers import MAX_ANSWER
 from fastbert.errors import ConfigError, InputError
 
 TAGS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]

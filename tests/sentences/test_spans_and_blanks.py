@@ -16,10 +16,10 @@ from test_spans import WINDOWS, of_transformers
 
 import fastbert
 from fastbert import Windows
+from fastbert.data.chunks import CORE, Cutter
+from fastbert.data.chunks.answers import MAX_ANSWER
+from fastbert.data.chunks.words import Words
 from fastbert.data.tokenization import load_tokenizer
-from fastbert.data.windows import CORE, Cutter
-from fastbert.data.windows.answers import MAX_ANSWER
-from fastbert.data.windows.words import Words
 from fastbert.training.finetuning.inputs.squad import Questions
 from fastbert.training.finetuning.question_answering import examples_of
 

@@ -25,15 +25,15 @@ def folders(tmp_path_factory) -> dict:
     root = tmp_path_factory.mktemp("served")
     folders = {"embedding": tiny.write_model(root / "embedding")}
     tiny.write_json(folders["embedding"] / "config_sentence_transformers.json", {"prompts": {"query": "who sat? "}})
-    for kind, labels in (("reranker", 1), ("classifier", 3)):
-        folders[kind] = tiny.write_model(root / kind, head="SequenceClassification", num_labels=labels)
+    for model_type, labels in (("reranker", 1), ("classifier", 3)):
+        folders[model_type] = tiny.write_model(root / model_type, head="SequenceClassification", num_labels=labels)
     tiny.edit_config(folders["classifier"], id2label={"0": "bad", "1": "so-so", "2": "good"})
     return folders
 
 
 @pytest.fixture(scope="module")
 def engines(folders) -> dict:
-    return {kind: load_engine(str(folder), "auto", "cpu") for kind, folder in folders.items()}
+    return {model_type: load_engine(str(folder), "auto", "cpu") for model_type, folder in folders.items()}
 
 
 def app(engine, api_key=None, workers=2, **limits):
@@ -45,7 +45,7 @@ def send(engine, path, content=None, options=None, **sent) -> asgi.Answer:
 
 
 def test_kinds_follow_from_the_config(engines):
-    assert {name: engine.kind for name, engine in engines.items()} == {name: name for name in engines}
+    assert {name: engine.model_type for name, engine in engines.items()} == {name: name for name in engines}
 
 
 def assert_same(answer, expected) -> None:
@@ -227,7 +227,7 @@ class Held(Engine):
     """An engine whose batches wait until they are let go, or fail."""
 
     def __init__(self, engine: Engine, fails: bool = False):
-        super().__init__(engine.name, engine.kind, engine.model, engine.labels)
+        super().__init__(engine.name, engine.model_type, engine.model, engine.labels)
         self.begun, self.gate, self.fails = threading.Event(), threading.Event(), fails
 
     def compute(self, sequences):

@@ -35,12 +35,15 @@ def documents() -> list[str]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("windows")
-    return {kind: tiny.write_model(root / kind, head=head, **fields) for kind, (head, fields) in HEADS.items()}
+    return {
+        model_type: tiny.write_model(root / model_type, head=head, **fields)
+        for model_type, (head, fields) in HEADS.items()
+    }
 
 
 @pytest.fixture(scope="module")
 def engines(folders):
-    return {kind: load_engine(str(folder), "auto", "cpu") for kind, folder in folders.items()}
+    return {model_type: load_engine(str(folder), "auto", "cpu") for model_type, folder in folders.items()}
 
 
 def close(found, expected) -> None:
@@ -49,7 +52,7 @@ def close(found, expected) -> None:
 
 
 def test_kinds_follow_from_the_config(engines):
-    assert [engine.kind for engine in engines.values()] == list(HEADS)
+    assert [engine.model_type for engine in engines.values()] == list(HEADS)
     info = send(engines["token-classifier"], "/info", method="GET").json
     assert info["model_type"] == {
         "token-classifier": {
@@ -177,7 +180,7 @@ def test_what_cannot_be_is_refused(engines, message):
 
 
 def test_what_cannot_be_of_other_routes(engines):
-    for kind, path, content, message in (
+    for model_type, path, content, message in (
         ("embedding", "/chunks", {"inputs": "a", "windows": False}, "windows: it is false; for chunks it must be"),
         ("reranker", "/rerank", {"query": "a", "texts": ["b"], "aggregate": "logits"}, "is for windows, and there are"),
         ("reranker", "/rerank", {"query": "a", "texts": ["b"], "aggregate": "sum"}, "aggregate: Input should be"),
@@ -187,5 +190,5 @@ def test_what_cannot_be_of_other_routes(engines):
         ("token-classifier", "/embed", {"inputs": "a"}, "is no embedding model: it is token-classifier"),
         ("token-classifier", "/entities", {"inputs": []}, "inputs is empty"),
     ):
-        answer = send(engines[kind], path, content)
+        answer = send(engines[model_type], path, content)
         assert answer.status >= 400 and message in answer.json["error"], answer.json

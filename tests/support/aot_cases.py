@@ -109,7 +109,7 @@ def attention_cases() -> Iterator[Case]:
     matrices = ("q_ptr", "k_ptr", "v_ptr", "dout_ptr", "out_ptr", "dq_ptr", "dk_ptr", "dv_ptr")
     for dtype, head_dim, tile, kind in variants:
         types = dict.fromkeys(matrices, f"*{dtype}") | dict.fromkeys(_STRIDES, "i32")
-        types |= dict.fromkeys(("top_ptr", "sum_ptr", "records_ptr"), "*fp32")
+        types |= dict.fromkeys(("row_max_ptr", "row_sum_ptr", "records_ptr"), "*fp32")
         types |= dict.fromkeys(("softmax_scale", "scale_log2e", "keep_scale"), "fp32")
         types |= dict.fromkeys(("total_tokens", "num_heads", "window_left", "window_right"), "i32")
         types |= {"tiles_ptr": "*i32", "positions_ptr": "*i32", "philox_ptr": "*i64", "threshold": "i32"}
@@ -148,7 +148,7 @@ def attention_cases() -> Iterator[Case]:
                 )
     for dtype in ("bf16", "fp16", "fp32"):
         types = {"dout_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "total_tokens": "i32", "scale_log2e": "fp32"}
-        types |= dict.fromkeys(("top_ptr", "sum_ptr", "records_ptr"), "*fp32")
+        types |= dict.fromkeys(("row_max_ptr", "row_sum_ptr", "records_ptr"), "*fp32")
         types |= dict.fromkeys(("stride_dt", "stride_dh", "stride_ot", "stride_oh"), "i32")
         constants = {"HEAD_DIM": 64, "BLOCK_D": 64, "BLOCK_TILE": 32}
         yield Case("attention_bwd._attention_records_kernel", dtype, types, constants, num_warps=4, wide_loads=2)
@@ -254,7 +254,7 @@ def merging_cases() -> Iterator[Case]:
     from fastbert.kernels.merging import BLOCK
 
     for given, made, is_aligned in (("fp32", "bf16", True), ("bf16", "bf16", True), ("fp32", "fp32", False)):
-        types = {"addresses_ptr": "*i64", "counts_ptr": "*i32", "places_ptr": "*i64"}
+        types = {"addresses_ptr": "*i64", "counts_ptr": "*i32", "offsets_ptr": "*i64"}
         types |= {"like_ptr": f"*{given}", "merged_ptr": f"*{made}"}
         constants = {"IS_ALIGNED": is_aligned, "BLOCK": BLOCK}
         variant = f"to-{made}" + ("" if is_aligned else "-anywhere")

@@ -28,7 +28,7 @@ STRIDES = [f"stride_{name}{axis}" for name in ("q", "k", "v", "d", "a", "ao", "b
 def _types(dtype: str) -> dict[str, str]:
     matrices = ("q", "k", "v", "out", "dout", "a", "a_other", "b", "b_other", "da", "dv", "key_slab", "query_slab")
     types = {f"{name}_ptr": f"*{dtype}" for name in matrices} | dict.fromkeys((*STRIDES, "stride_gt"), "i32")
-    sums = ("top", "sum", "records", "bias_slab", "dkey", "dquery", "dbias", "sums")
+    sums = ("row_max", "row_sum", "records", "bias_slab", "dkey", "dquery", "dbias", "sums")
     types |= {f"{name}_ptr": "*fp32" for name in sums}
     types |= {f"{name}_ptr": "*i32" for name in ("ends", "tiles", "index", "positions", "offsets", "rows")}
     types |= dict.fromkeys(("softmax_scale", "scale_log2e", "keep_scale", "scale"), "fp32") | {"philox_ptr": "*i64"}

@@ -93,7 +93,7 @@ def rotary_of(case: Lengths, head_dim: int, kind: str = "halves") -> Rotary:
 def positions(case: Lengths, largest_step: int = 4) -> torch.Tensor:
     """Those of padded columns, where a mask has holes; slack has any."""
     pieces = [torch.randint(1, largest_step + 1, (n,)).cumsum(0) - 1 for n in case.lengths]
-    return torch.cat([*pieces, torch.randint(-9, 9, (case.slack,))]).int()
+    return torch.cat([*pieces, torch.randint(-9, 9, (case.padding_rows,))]).int()
 
 
 def differentiate(f, tensors: Tensors, dout: torch.Tensor) -> Tensors:

@@ -243,7 +243,7 @@ def literal(layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU
         )
     if final_norm is not None:
         weight, bias = final_norm
-        is_rms = layers[-1].spec.norm.kind == "rms"
+        is_rms = layers[-1].spec.norm.type == "rms"
         x = reference.rms_norm(x, weight, 1e-5) if is_rms else reference.layer_norm(x, weight, bias, 1e-5)
     return x
 
@@ -259,7 +259,7 @@ def apart(layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU_S
     def normed(x, residual, weight, bias, eps, x_bias=None):
         """The norm, and the sum before it."""
         options = {"x_bias": x_bias, "eps": eps, "prenorm": True}
-        if spec.norm.kind == "rms":
+        if spec.norm.type == "rms":
             return ops.add_rms_norm(x, residual, weight, **options)
         return ops.add_layer_norm(x, residual, weight, bias, **options)
 

@@ -40,14 +40,14 @@ LAYOUTS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
 }
 
 
-def draw_lengths(draw: Draw, longest: int = 70, slack: bool = True) -> Lengths:
+def draw_lengths(draw: Draw, longest: int = 70, padding_rows: bool = True) -> Lengths:
     """Of the sequences of a packed batch, tile edges and empty ones among them."""
     edges = (1, 0, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65)
     lengths = []
     for _ in range(draw.integer(1, 5)):
         length = draw.choice(edges) if draw.flag() else draw.integer(0, longest)
         lengths.append(min(length, longest))
-    return Lengths("drawn", tuple(lengths), draw.integer(0, 4) if slack and draw.flag(3) else 0)
+    return Lengths("drawn", tuple(lengths), draw.integer(0, 4) if padding_rows and draw.flag(3) else 0)
 
 
 @dataclass

@@ -30,7 +30,7 @@ WIDTHS = tuple(size for size in SIZES if size > 2)
 
 def groups_of(lengths: Lengths) -> torch.Tensor:
     """The sequence of each row; slack is one more."""
-    parts = [torch.full((n,), i) for i, n in enumerate((*lengths.lengths, lengths.slack))]
+    parts = [torch.full((n,), i) for i, n in enumerate((*lengths.lengths, lengths.padding_rows))]
     return torch.cat(parts)
 
 
@@ -80,7 +80,9 @@ def attention(draw: Draw, backend: str, dtype: torch.dtype):
             options["window_positions"] = torch.randint(1, 5, (tokens,), generator=generator).cumsum(0).int()
     longest = max(lengths.lengths) + draw.integer(0, 3)
     layout = (draw.flag(), draw.flag()) if draw.flag(3) and head_dim % 2 == 0 else None
-    draw.note(f"{lengths.lengths} + {lengths.slack}, max_seqlen {longest}, {group} heads a key's, {options}, {layout}")
+    draw.note(
+        f"{lengths.lengths} + {lengths.padding_rows}, max_seqlen {longest}, {group} heads a key's, {options}, {layout}"
+    )
     if layout is not None:
         angles = 6 * torch.rand(tokens if layout[1] else longest + 2, head_dim // 2, generator=generator)
         options["rotary"] = ops.Rotary(angles.cos(), angles.sin(), *layout)
@@ -182,7 +184,7 @@ def cross_entropy(draw: Draw, backend: str, dtype: torch.dtype):
 
 
 def sequence_cross_entropy(draw: Draw, backend: str, dtype: torch.dtype):
-    lengths = draw_lengths(draw, slack=False)
+    lengths = draw_lengths(draw, padding_rows=False)
     targets = torch.tensor([draw.integer(-1, n) for n in lengths.lengths])
     draw.note(f"{lengths.lengths}, targets {targets.tolist()}")
     options = {"cu_seqlens": lengths.cu_seqlens, "targets": targets}
@@ -193,7 +195,7 @@ def sequence_cross_entropy(draw: Draw, backend: str, dtype: torch.dtype):
 
 def pooling(draw: Draw, backend: str, dtype: torch.dtype):
     lengths, width, mode = draw_lengths(draw), draw.choice(SIZES), draw.choice(("mean", "cls", "max"))
-    draw.note(f"{mode} of {lengths.lengths} + {lengths.slack}")
+    draw.note(f"{mode} of {lengths.lengths} + {lengths.padding_rows}")
     options = {"cu_seqlens": lengths.cu_seqlens, "mode": mode}
     op = partial(ops.pooling, backend=backend, **options)
     case = Case(op, partial(reference.pooling, **options), {"hidden_states": (lengths.total_tokens, width)}, dtype)

@@ -22,8 +22,8 @@ def count(patch: pytest.MonkeyPatch) -> list[int]:
 
     try_fused = ops.try_fused
 
-    def counted_try(op, x, look):
-        found = try_fused(op, x, look)
+    def counted_try(op, x, find_operands):
+        found = try_fused(op, x, find_operands)
         if isinstance(found, str):
             return found
         operands = found.args[1]

@@ -9,7 +9,7 @@ import torch
 from seeds import numpy_generator
 from training_runs import ALONE
 
-from fastbert.training.distributed import World
+from fastbert.training.distributed import ProcessGroup
 from fastbert.training.loop import Loop, LoopOptions
 from fastbert.training.optimizers import make_optimizer, parameter_groups
 from fastbert.training.options import PretrainOptions
@@ -45,13 +45,15 @@ def options(text: Path, **changes: Any) -> PretrainOptions:
     return PretrainOptions(**{"train": (str(text),), "eval": (str(text),), **given, **changes})
 
 
-def train(task: MaskedLM, given: PretrainOptions, folder: Path, lr: float = 1e-2, world: World = ALONE) -> list[float]:
+def train(
+    task: MaskedLM, given: PretrainOptions, folder: Path, lr: float = 1e-2, process_group: ProcessGroup = ALONE
+) -> list[float]:
     """The losses of a run on one rank, without checkpoints in between."""
     optimizer = make_optimizer("adamw", parameter_groups(task.model, lr), (0.9, 0.98), 1e-6)
     folder.mkdir(parents=True, exist_ok=True)
     loop_options = LoopOptions(phases_of(given, given.steps), save_every=0)
     schedule, losses = Schedule(optimizer, "linear", given.steps, 3), list[float]()
-    loop = Loop(task, task.model, task.hidden_size, optimizer, schedule, world, folder, loop_options)
+    loop = Loop(task, task.model, task.hidden_size, optimizer, schedule, process_group, folder, loop_options)
     loop.on_log = lambda row: losses.extend(row["losses"])
     loop.run()
     return losses

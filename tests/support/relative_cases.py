@@ -55,13 +55,13 @@ def holes(case: Lengths, largest_step: int = 4) -> torch.Tensor:
     """Places of tokens: they begin anywhere, and leave some out; slack has any."""
     steps = [torch.randint(1, largest_step + 1, (n,)).cumsum(0) for n in case.lengths]
     begun = [places + torch.randint(-3, 100, ()) for places in steps]
-    return torch.cat([*begun, torch.randint(-9, 9, (case.slack,))]).int()
+    return torch.cat([*begun, torch.randint(-9, 9, (case.padding_rows,))]).int()
 
 
 def longest_of(case: Lengths, positions: torch.Tensor | None) -> int:
     if positions is None:
         return max(case.lengths, default=0) + 2
-    parts = [part for part in positions.split([*case.lengths, case.slack])[:-1] if len(part)]
+    parts = [part for part in positions.split([*case.lengths, case.padding_rows])[:-1] if len(part)]
     return max(int(part[-1] - part[0]) for part in parts) + 1
 
 
@@ -156,7 +156,9 @@ def relative_attention(draw: Draw, backend: str, dtype: torch.dtype):
     if draw.flag(3):  # with holes
         positions = torch.randint(1, 4, (tokens,), generator=generator).cumsum(0).int()
     rows = rows_of(kind, 3 * max(lengths.lengths) + 1)
-    draw.note(f"{lengths.lengths} + {lengths.slack}, {terms}, {kind} rows, holes {positions is not None}, {options}")
+    draw.note(
+        f"{lengths.lengths} + {lengths.padding_rows}, {terms}, {kind} rows, holes {positions is not None}, {options}"
+    )
     shapes = {name: (tokens, heads, head_dim) for name in "qkv"}
     for name in TERMS[terms]:
         shapes[name] = (ROWS[kind][0], heads) if name == "bias" else (ROWS[kind][0], heads, head_dim)
@@ -167,5 +169,5 @@ def relative_attention(draw: Draw, backend: str, dtype: torch.dtype):
     op = partial(called, partial(ops.attention, max_seqlen=max(lengths.lengths), backend=backend, **options))
     case = Case(op, partial(called, partial(reference.attention, **options)), shapes, dtype, joint=True)
     case.has_means = False  # as in attention
-    parts = [torch.full((n,), i) for i, n in enumerate((*lengths.lengths, lengths.slack))]
+    parts = [torch.full((n,), i) for i, n in enumerate((*lengths.lengths, lengths.padding_rows))]
     return case, torch.cat(parts), torch.cat(parts)

@@ -17,11 +17,11 @@ from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 SLACK = {"all": (5, 2, 3), "tokens": (3, 0, 0)}
 
 
-def with_slack(packed: PackedInputs, kind: str = "all") -> PackedInputs:
+def with_capacity(packed: PackedInputs, kind: str = "all") -> PackedInputs:
     batch, (tokens, sequences, labelled) = packed["batch"], SLACK[kind]
     kept = 0 if batch.labelled is None else len(batch.labelled)
     count = batch.batch_size + sequences * packed.get("num_choices", 1)
-    return packed.with_slack(batch.total_tokens + tokens, count, kept + labelled, batch.max_seqlen + 2)
+    return packed.with_capacity(batch.total_tokens + tokens, count, kept + labelled, batch.max_seqlen + 2)
 
 
 def in_float64() -> Any:
@@ -61,7 +61,7 @@ def assert_slack_adds_nothing(of: Any, packed: PackedInputs | list, loss: Callab
         if each is not None:
             each.double()
     oracle = step(exact, model(exact), packed, loss)
-    padded = [with_slack(each, kind) for each in packed] if isinstance(packed, list) else with_slack(packed, kind)
+    padded = [with_capacity(each, kind) for each in packed] if isinstance(packed, list) else with_capacity(packed, kind)
     baseline, found = (step(of, model(of), given, loss) for given in (packed, padded))
     for name, *values in zip(("loss", "gradients"), found, oracle, baseline, strict=True):
         assert_close_to_reference(*values, GRADIENT_FACTOR, name)

@@ -13,10 +13,10 @@ from seeds import manual_seed, numpy_generator, shifted
 from tokenizers import Tokenizer, models, processors
 
 from fastbert.config import EncoderConfig
+from fastbert.data.pretraining.chunks import CorpusChunks
 from fastbert.data.pretraining.corpus import Corpus
-from fastbert.data.pretraining.windows import CorpusWindows
 from fastbert.models.classes import CLASSES
-from fastbert.training.distributed import World, wrap
+from fastbert.training.distributed import ProcessGroup, wrap
 from fastbert.training.loop import Loop, LoopOptions
 from fastbert.training.optimizers import make_optimizer, parameter_groups
 from fastbert.training.pretraining import MaskedLM
@@ -24,7 +24,7 @@ from fastbert.training.schedules import Schedule
 from fastbert.training.task import Phase
 
 WORDS = 60
-ALONE = World(0, 1, torch.device("cpu"))
+ALONE = ProcessGroup(0, 1, torch.device("cpu"))
 PHASE = Phase(until=12, step_tokens=400, max_length=34)
 OPTIONS = LoopOptions((PHASE,), save_every=4, log_every=3)
 
@@ -35,7 +35,7 @@ def whole(**changes: Any) -> LoopOptions:
 
 def short(**changes: Any) -> LoopOptions:
     """Four steps in the first epoch, whose last one has one to three examples."""
-    examples = CorpusWindows(make_corpus(), make_tokenizer(), PHASE.max_length, seed=shifted(0), epoch=0)
+    examples = CorpusChunks(make_corpus(), make_tokenizer(), PHASE.max_length, seed=shifted(0), epoch=0)
     phase = replace(PHASE, step_tokens=10_000, max_examples=(len(examples) - 1) // 3)
     return replace(OPTIONS, phases=(phase,), **changes)
 
@@ -73,7 +73,7 @@ def make_model(dropout: float = 0.0, **changes: Any) -> Any:
 def make_loop(
     folder: Path,
     options: LoopOptions = OPTIONS,
-    world: World = ALONE,
+    process_group: ProcessGroup = ALONE,
     wrapping: Any = "ddp",
     model: Any = None,
     lr: float = 3e-3,
@@ -83,12 +83,12 @@ def make_loop(
 ) -> Loop:
     tokenizer, model = make_tokenizer(), make_model() if model is None else model
     task = MaskedLM(model, make_corpus(), tokenizer, unit="token", seed=shifted(0), with_types=True)
-    wrapped = wrap(model, world, wrapping, bf16=options.bf16)
+    wrapped = wrap(model, process_group, wrapping, bf16=options.bf16)
     groups = parameter_groups(model, lr, layer_decay=layer_decay)
     made = make_optimizer(optimizer, groups, (0.9, 0.98), 1e-6)
     folder.mkdir(parents=True, exist_ok=True)
     steps = max(12, options.steps)
-    return Loop(task, wrapped, 32, made, Schedule(made, "linear", steps, 2), world, folder, options, **others)
+    return Loop(task, wrapped, 32, made, Schedule(made, "linear", steps, 2), process_group, folder, options, **others)
 
 
 def losses_of(folder: Path) -> list[float]:

@@ -30,7 +30,7 @@ def test_a_signal_ends_the_run_after_a_checkpoint(name, tmp_path):
     """Its last step is logged and saved, and the run goes on from there with the same bits."""
     make_loop(tmp_path / "whole", until(12, log_every=1, save_every=0), model=make_model(0.1)).run()
     loop = make_loop(tmp_path / "cut", until(12, log_every=7), model=make_model(0.1))
-    loop.on_step = lambda tokens: loop.place.step == 9 and signal.raise_signal(signal.Signals[name])
+    loop.on_step = lambda tokens: loop.state.step == 9 and signal.raise_signal(signal.Signals[name])
     came: list[int] = []
     before = signal.signal(signal.Signals[name], lambda number, frame: came.append(number))
     try:
@@ -42,7 +42,7 @@ def test_a_signal_ends_the_run_after_a_checkpoint(name, tmp_path):
     assert came == [signal.Signals[name]] and steps_in(tmp_path / "cut") == [8, 10]
     assert len(losses_of(tmp_path / "cut")) == 10
     second = make_loop(tmp_path / "cut", until(12), model=make_model(0.1))
-    assert second.resume() and second.place.step == 10
+    assert second.resume() and second.state.step == 10
     second.run()
     assert losses_of(tmp_path / "cut") == losses_of(tmp_path / "whole")
 
@@ -83,7 +83,7 @@ def test_weights_that_are_no_numbers_are_never_saved(how, tmp_path):
     loop, judged = make_loop(tmp_path, options), []
     loop.evaluate = (lambda: judged.append(1) or {}) if how == "evaluated" else None
     at = {"saved": 8, "evaluated": 7, "last": 8}[how]
-    loop.on_step = lambda tokens: loop.place.step == at and spoil_weights(loop)
+    loop.on_step = lambda tokens: loop.state.step == at and spoil_weights(loop)
     with pytest.raises(TrainingError, match=rf"step {at} has made weights that are not numbers; .*step-000000004"):
         loop.run()
     assert steps_in(tmp_path) == [4] and not judged
@@ -95,7 +95,7 @@ def test_a_step_that_fails_loses_no_checkpoint(tmp_path):
     inner = loop.task.backward
 
     def backward(*args):
-        if loop.place.step == 2:
+        if loop.state.step == 2:
             raise RuntimeError("no memory is left")
         return inner(*args)
 
@@ -195,7 +195,7 @@ def test_a_log_that_cannot_be_written(tmp_path, file_limit):
     assert len(log.read_text(encoding="utf-8").splitlines()) == 4
     file_limit(-1)
     loop = make_loop(tmp_path)
-    assert loop.resume() and loop.place.step == 2 and len(losses_of(tmp_path)) == 2
+    assert loop.resume() and loop.state.step == 2 and len(losses_of(tmp_path)) == 2
 
 
 def test_a_model_that_cannot_be_written(tmp_path, file_limit):
@@ -249,14 +249,14 @@ def test_a_damaged_checkpoint(damage, tmp_path):
     assert steps_in(tmp_path) == [4, 8]
     last.rename(tmp_path / "away")
     loop = make_loop(tmp_path)
-    assert loop.resume() and loop.place.step == 4
+    assert loop.resume() and loop.state.step == 4
 
 
 def test_data_that_changed_since(tmp_path):
     """In mid-epoch a run cannot go on with other examples; what it would skip is not what it has seen."""
     make_loop(tmp_path, until(2, save_every=2)).run()
     loop = make_loop(tmp_path)
-    assert loop.resume() and loop.place.epoch_step == 2
+    assert loop.resume() and loop.state.epoch_step == 2
     loop.task.corpus = dataclasses.replace(loop.task.corpus, documents=loop.task.corpus.documents[:-1])
     with pytest.raises(TrainingError, match="training data are not those of the checkpoint of step 2"):
         loop.run()

@@ -27,7 +27,7 @@ from fastbert.errors import ConfigError, InputError
 from fastbert.packed_inputs import PackedInputs
 from fastbert.sentences.encoder import SentenceEncoder
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
-from fastbert.training.distributed import World, wrap
+from fastbert.training.distributed import ProcessGroup, wrap
 from fastbert.training.finetuning import make_task
 from fastbert.training.finetuning.embedding import Embedding
 from fastbert.training.options import FinetuneOptions
@@ -105,7 +105,7 @@ def run_rank(rank: int, size: int, folder: str, wrapping: Any) -> None:
 
 def _run_cuts(rank: int, size: int, folder: str, wrapping: Any) -> None:
     task = task_of(Path(folder) / "model", rows(RANKING, 9), name=f"train-{rank}.jsonl", dims=("32", "8"))
-    model = wrap(task.model.train(), World(rank, size, torch.device("cpu")), wrapping, bf16=False)
+    model = wrap(task.model.train(), ProcessGroup(rank, size, torch.device("cpu")), wrapping, bf16=False)
     nothing = range(0)
     cuts = (
         ([range(5)], [range(2), range(2, 5)], [range(4), range(4, 9), nothing]),

@@ -13,7 +13,7 @@ from finetuning_runs import base, check_loss, task_of, theirs, write_rows
 from precise import assert_close_to_theirs, in_float64
 from seeds import numpy_generator
 
-from fastbert.data.windows.answers import MAX_ANSWER, best_span
+from fastbert.data.chunks.answers import MAX_ANSWER, best_span
 from fastbert.testing.numerics import GRADIENT_FACTOR
 from fastbert.training.finetuning.inputs.squad import exact_match, f1, normalized, squad_metrics
 

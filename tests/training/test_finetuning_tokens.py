@@ -10,7 +10,7 @@ import torch
 from finetuning_runs import base, check_loss, padded, task_of, theirs, write_rows
 from seqeval.metrics import f1_score, precision_score, recall_score
 
-from fastbert.data.windows.words import Words, words_of
+from fastbert.data.chunks.words import Words, words_of
 
 AUTO = "AutoModelForTokenClassification"
 WORDS = [["the", "Zebra", "sat", "on", "Old", "Matt"], ["we", "ran"], ["Katz", "and", "dogs", "ran", "in", "Housten"]]
@@ -142,11 +142,11 @@ def test_answers_have_the_places_of_entities(tmp_path):
 
 def test_words_are_found_in_tokens_that_begin_with_their_blank():
     """Where the blank before a word is a token alone, it stands for the first character of the word."""
-    from fastbert.data.windows import CORE, TokenWindows
+    from fastbert.data.chunks import CORE, TokenChunks
 
     spans = np.array([[-1, -1], [0, 2], [3, 6], [7, 8], [7, 9], [9, 11], [-1, -1]], np.int32)
     parts, begins = np.full(7, CORE), np.zeros(1, np.int64)
-    made = TokenWindows(
+    made = TokenChunks(
         np.zeros(7, np.int32), None, np.array([0, 7]), np.array([0]), spans=spans, parts=parts, begins=begins
     )
     words = Words(made, ["ab cde fghi"], np.array([0, 3, 7]), np.array([2, 6, 11]), np.array([3]))

@@ -22,7 +22,7 @@ from fastbert.errors import TrainingError
 from fastbert.native.availability import triton_error
 from fastbert.packed_inputs import pack_inputs
 from fastbert.testing.numerics import assert_close_to_reference
-from fastbert.training.distributed import World
+from fastbert.training.distributed import ProcessGroup
 from fastbert.training.finetuning.embedding import Embedding
 from fastbert.training.graphed.plan import plan_buckets
 from fastbert.training.pretraining import MaskedLM, ReplacedTokens
@@ -82,7 +82,7 @@ def test_a_run_looks_again_where_somebody_has_had_the_model(tmp_path):
 
     class Counting(NoGraphs):
         def capture(self, run):
-            captures.append(loop.place.step)
+            captures.append(loop.state.step)
             return super().capture(run)
 
     def evaluate():
@@ -117,7 +117,7 @@ def test_a_loss_that_is_no_number_stops_the_run_before_a_checkpoint(tmp_path, va
 
     def on_step(tokens: int) -> None:
         spoil(tokens)
-        if loop.place.step == 4:
+        if loop.state.step == 4:
             with torch.no_grad():
                 next(loop.model.parameters()).fill_(value)
 
@@ -134,7 +134,7 @@ def test_what_cannot_be_captured_is_in_the_log(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("world", "reason"), ((World(0, 2, torch.device("cpu")), "other processes"), (ALONE, "cached"))
+    ("world", "reason"), ((ProcessGroup(0, 2, torch.device("cpu")), "other processes"), (ALONE, "cached"))
 )
 def test_steps_that_are_more_than_losses_and_their_backward_run_op_by_op(tmp_path, world, reason, monkeypatch):
     loop = make_loop(tmp_path)
@@ -182,7 +182,7 @@ def test_the_median_slack_of_a_run_is_at_most_a_20th(name, step):
 def test_a_block_holds_a_batch():
     packed = pack_inputs([[5, 6, 7], [8, 9]], token_type_ids=[[0, 0, 1], [0, 1]], labels=[[-100, 6, -100], [8, -100]])
     staged = stage(packed, Sizes(8, 4, 16, 4))
-    read = staged.form.read(staged.block, staged.bounds)
+    read = staged.layout.read(staged.block, staged.bounds)
     assert read["input_ids"].tolist() == [5, 6, 7, 8, 9, 0, 0, 0] and read["token_type_ids"].tolist()[:5] == [
         0,
         0,
@@ -193,4 +193,4 @@ def test_a_block_holds_a_batch():
     assert read["labels"].tolist() == [-100, 6, -100, 8, -100, -100, -100, -100]
     assert read["batch"].cu_seqlens.tolist() == [0, 3, 5, 5, 5] and read["batch"].labelled.tolist() == [1, 3, 7, 7]
     assert staged.bounds == {"input_ids": (0, 9), "token_type_ids": (0, 1), "labels": (0, 8)}
-    assert all(field.start % 16 == 0 for field in staged.form.fields) and staged.form.nbytes == staged.block.numel()
+    assert all(field.start % 16 == 0 for field in staged.layout.fields) and staged.layout.nbytes == staged.block.numel()

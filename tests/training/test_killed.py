@@ -103,7 +103,7 @@ def test_a_rank_that_dies(wrapping, tmp_path):
 
 @pytest.mark.full
 def test_a_signal_to_one_rank_stops_all(tmp_path):
-    stop = "loop.on_step = lambda tokens: loop.place.step == 5 and world.rank == 1 and os.kill(os.getpid(), 15)"
+    stop = "loop.on_step = lambda tokens: loop.state.step == 5 and world.rank == 1 and os.kill(os.getpid(), 15)"
     ranks = start_ranks(program(tmp_path, 10**6, 0, stop))
     said = [rank.communicate(timeout=100)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [-signal.SIGTERM] * 2
@@ -114,7 +114,7 @@ def test_a_signal_to_one_rank_stops_all(tmp_path):
 def test_no_number_on_one_rank(tmp_path):
     """All ranks say which one it was, and end."""
     spoil = "loss = loop.task.loss; loop.task.loss = lambda *given: loss(*given) * (float('nan') if {} else 1.0)"
-    ranks = start_ranks(program(tmp_path, 30, 4, spoil.format("loop.place.step == 5 and world.rank == 1")))
+    ranks = start_ranks(program(tmp_path, 30, 4, spoil.format("loop.state.step == 5 and world.rank == 1")))
     for rank in ranks:
         said = rank.communicate(timeout=100)[1]
         assert rank.returncode == 1

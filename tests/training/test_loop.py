@@ -22,7 +22,7 @@ from training_runs import OPTIONS, PHASE, losses_of, make_loop, make_model, shor
 from fastbert.data.batches import Steps, StepSampler
 from fastbert.data.loader import make_loader
 from fastbert.training.checkpoints import state_of
-from fastbert.training.distributed import World
+from fastbert.training.distributed import ProcessGroup
 from fastbert.training.schedules import multiplier
 from fastbert.training.task import Phase
 
@@ -68,7 +68,7 @@ def test_losses_are_those_of_transformers(tmp_path):
     loop = make_loop(tmp_path)
     loop.run()
     found = losses_of(tmp_path)
-    assert len(found) == 12 and loop.place.epoch >= 1
+    assert len(found) == 12 and loop.state.epoch >= 1
     assert_close_to_theirs(found, *(by_hand(12, tmp_path / "other", dtype) for dtype in (torch.float32, torch.float64)))
 
 
@@ -90,7 +90,7 @@ def test_a_run_that_stopped_goes_on_with_the_same_bits(bf16, tmp_path):
     make_loop(tmp_path / "parts", until(6, log_every=1, bf16=bf16), model=make_model(0.1)).run()
     (tmp_path / "parts/checkpoints/step-000000006").rename(tmp_path / "gone")
     second = make_loop(tmp_path / "parts", options, model=make_model(0.1))
-    assert second.resume() and second.place.step == 4
+    assert second.resume() and second.state.step == 4
     second.run()
     assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "whole")
 
@@ -103,7 +103,7 @@ def test_a_run_goes_on_at_the_end_of_a_phase(tmp_path):
     for step in (8, 12):
         shutil.rmtree(tmp_path / f"parts/checkpoints/step-{step:09d}")
     second = make_loop(tmp_path / "parts", dataclasses.replace(OPTIONS, phases=phases, log_every=1))
-    assert second.resume() and second.place.step == 4 and second.place.phase == 0
+    assert second.resume() and second.state.step == 4 and second.state.phase == 0
     second.run()
     assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "whole")
 
@@ -137,7 +137,7 @@ def test_the_end_of_a_run_does_not_wait_for_its_last_checkpoint(tmp_path, monkey
     loop.run()
     assert seen == [([4, 8], 12)] and copied == [4, 8] and steps_in(tmp_path) == [8, 12]
     again = make_loop(tmp_path)
-    assert again.resume() and again.place.step == 12
+    assert again.resume() and again.state.step == 12
     found, made = again.model.state_dict(), loop.model.state_dict()
     assert all(torch.equal(found[name], made[name]) for name in made)
     for mine, other in zip(again.model.parameters(), loop.model.parameters(), strict=True):
@@ -170,8 +170,8 @@ def run_rank(rank: int, size: int, folder: str, wrapping: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
     try:
         groups = [dist.new_group(backend="gloo") for _ in range(2)]
-        world = World(rank, size, torch.device("cpu"), *groups)
-        loop = make_loop(Path(folder) / wrapping, short(parts=2), world, wrapping)
+        process_group = ProcessGroup(rank, size, torch.device("cpu"), *groups)
+        loop = make_loop(Path(folder) / wrapping, short(parts=2), process_group, wrapping)
         loop.resume()
         loop.run()
     finally:

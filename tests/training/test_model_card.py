@@ -127,12 +127,12 @@ def test_a_page_that_is_there_is_kept(tmp_path, recwarn):
     run.mkdir()
     row = '{"step": 1, "loss": 0.5, "losses": [0.5], "tokens": 10, "tokens_per_second": 5.0}\n'
     (run / "log.jsonl").write_text(row)
-    place = type("Place", (), {"step": 1, "best_step": 0})
+    state = type("TrainState", (), {"step": 1, "best_step": 0})
     for _ in range(2):  # a run that had ended goes on: it says the same
-        write_reports(run, options, place, Task(), 1)
+        write_reports(run, options, state, Task(), 1)
     written = (run / "README.md").read_text()
     assert "training loss 0.5000" in written and not recwarn.list
     (run / "README.md").write_text("Mine.\n")
     with pytest.warns(UserWarning, match="README.md was there before the run went on, and stays as it is"):
-        write_reports(run, options, place, Task(), 1)
+        write_reports(run, options, state, Task(), 1)
     assert (run / "README.md").read_text() == "Mine.\n" and (run / "metrics.json").is_file()

@@ -14,7 +14,7 @@ from training_runs import ALONE, WORDS, losses_of, make_corpus, make_model, make
 from fastbert.config import EncoderConfig
 from fastbert.models.classes import CLASSES
 from fastbert.models.joint_electra import ElectraForJointPreTraining
-from fastbert.training.distributed import World, wrap
+from fastbert.training.distributed import ProcessGroup, wrap
 from fastbert.training.loop import Loop, LoopOptions
 from fastbert.training.optimizers import make_optimizer, parameter_groups
 from fastbert.training.pretraining import Distillation, ReplacedTokens, Student, student_of
@@ -42,13 +42,19 @@ def make_task(objective: str) -> Any:
 
 
 def run(
-    folder: Path, objective: str, options: LoopOptions | None = None, world: World = ALONE, wrapping: Any = "ddp"
+    folder: Path,
+    objective: str,
+    options: LoopOptions | None = None,
+    process_group: ProcessGroup = ALONE,
+    wrapping: Any = "ddp",
 ) -> None:
     task = make_task(objective)
-    wrapped = wrap(task.model, world, wrapping, bf16=False)
+    wrapped = wrap(task.model, process_group, wrapping, bf16=False)
     optimizer = make_optimizer("adamw", parameter_groups(task.model, 3e-3), (0.9, 0.98), 1e-6)
     folder.mkdir(parents=True, exist_ok=True)
-    loop = Loop(task, wrapped, 32, optimizer, Schedule(optimizer, "linear", 12, 2), world, folder, options or short())
+    loop = Loop(
+        task, wrapped, 32, optimizer, Schedule(optimizer, "linear", 12, 2), process_group, folder, options or short()
+    )
     loop.resume()
     loop.run()
 
@@ -56,10 +62,10 @@ def run(
 def run_rank(rank: int, size: int, folder: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
     torch.set_num_threads(1)
-    world = World(rank, size, torch.device("cpu"), *[dist.new_group(backend="gloo") for _ in range(2)])
+    process_group = ProcessGroup(rank, size, torch.device("cpu"), *[dist.new_group(backend="gloo") for _ in range(2)])
     for objective in ("rtd", "distil"):
         for wrapping in ("ddp", "fsdp"):
-            run(Path(folder) / objective / wrapping, objective, short(parts=2), world, wrapping)
+            run(Path(folder) / objective / wrapping, objective, short(parts=2), process_group, wrapping)
     dist.destroy_process_group()
 
 

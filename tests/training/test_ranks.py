@@ -12,25 +12,25 @@ import torch.multiprocessing as mp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from training_runs import ALONE, OPTIONS, losses_of, make_loop, make_model, short, until
 
-from fastbert.training.distributed import World
+from fastbert.training.distributed import ProcessGroup
 
 pytestmark = pytest.mark.full
 STEPS = 24
 
 
-def train(world: World, folder: Path, steps: int, wrapping: str, changes: dict[str, Any]) -> None:
+def train(process_group: ProcessGroup, folder: Path, steps: int, wrapping: str, changes: dict[str, Any]) -> None:
     """Go on from what is in the folder to a step; rank 0 leaves the whole weights there."""
     changes, model = dict(changes), make_model()
     if changes.pop("activation_checkpointing", False):
         model.activation_checkpointing_enable()
     of_loop = {name: changes.pop(name) for name in ("optimizer", "layer_decay", "lr") if name in changes}
     options = until(steps, changes.pop("options", OPTIONS), log_every=1, **changes)
-    loop = make_loop(folder, options, world, wrapping, model, **of_loop)
+    loop = make_loop(folder, options, process_group, wrapping, model, **of_loop)
     loop.schedule.multiplier = lambda step: 1.0
     loop.resume()
     loop.run()
     whole = get_model_state_dict(loop.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if world.is_main:
+    if process_group.is_main:
         torch.save(whole, folder / "weights.pt")
 
 
@@ -39,7 +39,7 @@ def rank_of(rank: int, size: int, folder: str, steps: int, wrapping: str, change
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     torch.set_num_threads(1)
     groups = [dist.new_group(backend="gloo") for _ in range(2)]
-    train(World(rank, size, torch.device("cpu"), *groups), Path(folder), steps, wrapping, changes)
+    train(ProcessGroup(rank, size, torch.device("cpu"), *groups), Path(folder), steps, wrapping, changes)
     dist.destroy_process_group()
 
 

@@ -22,7 +22,7 @@ from training_runs import ALONE, losses_of
 from benchmarks.gpu.simulated import interpreter
 from fastbert.backend import use_backend
 from fastbert.native.availability import triton_error
-from fastbert.training.distributed import World, wrap
+from fastbert.training.distributed import ProcessGroup, wrap
 from fastbert.training.loop import Loop, LoopOptions
 from fastbert.training.optimizers import make_optimizer, parameter_groups
 from fastbert.training.schedules import Schedule
@@ -42,19 +42,21 @@ class Run(NamedTuple):
     wrapping: str
     folder: Path
 
-    def train(self, world: World) -> None:
+    def train(self, process_group: ProcessGroup) -> None:
         """rank 0 leaves the log of the losses, and the whole weights."""
-        own = self.folder / f"rank-{world.rank}-of-{world.size}"
+        own = self.folder / f"rank-{process_group.rank}-of-{process_group.size}"
         own.mkdir(parents=True)
         task: Any = two_models(self.name) if self.name in TWO_MODELS else self._task(own)
         phase = Phase(STEPS, 10_000, max_examples=4, max_length=24)
         options = LoopOptions((phase,), self.parts, save_every=0, log_every=1)
-        wrapped = wrap(task.model, world, self.wrapping, bf16=False)
+        wrapped = wrap(task.model, process_group, self.wrapping, bf16=False)
         optimizer = make_optimizer("adamw", parameter_groups(task.model, RATE), (0.9, 0.98), 1e-6)
-        loop = Loop(task, wrapped, 32, optimizer, Schedule(optimizer, "linear", 9, 1), world, self.folder, options)
+        loop = Loop(
+            task, wrapped, 32, optimizer, Schedule(optimizer, "linear", 9, 1), process_group, self.folder, options
+        )
         loop.run()
         whole = get_model_state_dict(loop.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        if world.is_main:
+        if process_group.is_main:
             torch.save(whole, self.folder / "weights.pt")
 
     def _task(self, own: Path) -> Any:
@@ -71,10 +73,10 @@ def rank_of(rank: int, size: int, folder: Path, tasks: dict[str, tuple[int, ...]
     torch.set_num_threads(1)
     if backend == "triton":
         interpreter.mend_triton_interpreter()
-    world = World(rank, size, torch.device("cpu"), *[dist.new_group(backend="gloo") for _ in range(2)])
+    process_group = ProcessGroup(rank, size, torch.device("cpu"), *[dist.new_group(backend="gloo") for _ in range(2)])
     with use_backend(backend):
         for run in runs_in(folder, tasks, wrapping):
-            run.train(world)
+            run.train(process_group)
     dist.destroy_process_group()
 
 

@@ -11,7 +11,7 @@ import torch
 from full import left_to_full
 from pretraining_runs import write_text
 from seeds import manual_seed, torch_generator
-from slack import assert_slack_adds_nothing, in_float64, step, with_slack
+from slack import assert_slack_adds_nothing, in_float64, step, with_capacity
 from slack_tasks import FINETUNING, TASKS, make
 
 from fastbert.backend import use_backend
@@ -60,10 +60,10 @@ def test_slack_adds_nothing(name, tmp_path, text):
     packed = batch(0)
     totals = totals_of(task, packed)
     for slack in ("all", "tokens"):
-        assert task.counts(with_slack(packed, slack)) == task.counts(packed)
+        assert task.counts(with_capacity(packed, slack)) == task.counts(packed)
         assert_slack_adds_nothing(task, packed, lambda task, given: loss_of(task, given, totals), slack)
     floats, tensors = (
-        step(task, task.model, with_slack(packed), lambda task, given, each=each: loss_of(task, given, each))
+        step(task, task.model, with_capacity(packed), lambda task, given, each=each: loss_of(task, given, each))
         for each in (totals, list(map(torch.tensor, totals)))
     )
     assert all(map(torch.equal, floats, tensors))
@@ -72,7 +72,7 @@ def test_slack_adds_nothing(name, tmp_path, text):
 def test_what_a_teacher_makes_of_slack_is_not_read(tmp_path, text):
     """Here both models make zeros of it; a kernel may make anything."""
     task, batch = make("distilled", tmp_path, text)
-    packed = with_slack(batch(0))
+    packed = with_capacity(batch(0))
     hidden, scores, targets = (t.detach() for t in hidden_and_scores(task.teacher, packed))
     is_real, is_labelled = packed["batch"].has_sequence()[:, None], (targets != -100)[:, None]
     other = hidden.where(is_real, 7.0), scores.where(is_labelled, torch.arange(scores.shape[1]))
@@ -93,7 +93,7 @@ def test_backward_of_one_batch_is_its_loss(name, tmp_path, text):
             return task.backward(task.model, batches, [1.0], torch.autocast("cpu", torch.bfloat16, enabled=autocast))
 
     assert_slack_adds_nothing(task, [batch(0), batch(1)], backward)
-    packed = with_slack(batch(0))
+    packed = with_capacity(batch(0))
     given = [packed["batch"].has_tokens(task.texts), *([packed["labels"]] if "labels" in packed else [])]
 
     def formula(task: Task, packed: PackedInputs, autocast: bool) -> torch.Tensor:

@@ -41,7 +41,7 @@ def in_one_bucket(batches: list[PackedInputs]) -> list[PackedInputs]:
         max(labelled) + 2,
         max(part.max_seqlen for part in parts) + 1,
     )
-    return [packed.with_slack(*sizes) for packed in batches]
+    return [packed.with_capacity(*sizes) for packed in batches]
 
 
 def tensors_of(packed: PackedInputs) -> list[torch.Tensor]:

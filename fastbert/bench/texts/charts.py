@@ -27,10 +27,10 @@ def line_of(rows: Iterable[dict[str, Any]], group: str) -> tuple[list[int], list
     tokens, times = [], []
     for row in rows:
         names = [group] if group == "fastbert" else [name for name in row["results"] if name.startswith(group)]
-        found = [row["results"][name]["p50_ms"] for name in names if "p50_ms" in row["results"].get(name, {})]
-        if found:
+        medians = [row["results"][name]["p50_ms"] for name in names if "p50_ms" in row["results"].get(name, {})]
+        if medians:
             tokens.append(row["tokens"])
-            times.append(min(found))
+            times.append(min(medians))
     return tokens, times
 
 

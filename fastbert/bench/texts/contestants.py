@@ -169,10 +169,10 @@ def _onnxruntime_runs(job: BenchJob, lengths: Sequence[int]) -> Run:
     return lambda ids, mask: session.run(None, {"input_ids": ids, "attention_mask": mask})[0]
 
 
-def _openvino_runs(kind: str, job: BenchJob, lengths: Sequence[int]) -> Run:
+def _openvino_runs(variant: str, job: BenchJob, lengths: Sequence[int]) -> Run:
     """With lengths, one text of each and a compiled model for each; without, batches of any shape and padding."""
-    requests = {length: openvino_request(kind, job, (1, length)) for length in lengths}
-    whole = None if lengths else openvino_request(kind, job, None)
+    requests = {length: openvino_request(variant, job, (1, length)) for length in lengths}
+    whole = None if lengths else openvino_request(variant, job, None)
 
     def run(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
         feed = {"input_ids": ids, "attention_mask": mask} if job.masked else {"input_ids": ids}
@@ -258,13 +258,13 @@ def _ctranslate2_many(job: BenchJob) -> Rows:
 
 def _loops(name: str, open_runs: Callable[[BenchJob, Sequence[int]], Run]) -> TextContestant:
     """With the preparation that the contestant of batches has."""
-    found = batches.CONTESTANTS[name]
+    contestant = batches.CONTESTANTS[name]
     return TextContestant(
-        found.precisions,
-        found.packages,
+        contestant.precisions,
+        contestant.packages,
         partial(_loop_one, open_runs),
         many=partial(_loop_many, open_runs),
-        prepare=found.prepare,
+        prepare=contestant.prepare,
     )
 
 

@@ -18,7 +18,7 @@ def run(settings: TextSettings, say: Say) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="fastbert-bench-") as folder:
         steps = Steps(settings, folder, True, say)
         size = {"texts": len(settings.texts), **steps.size}
-        found: dict[str, Any] = {
+        summary: dict[str, Any] = {
             "machine": machine_of(settings.threads, PACKAGES),
             "model": settings.source.name,
             "contestants": list(settings.contestants),
@@ -32,10 +32,10 @@ def run(settings: TextSettings, say: Say) -> dict[str, Any]:
             tasks, results = steps.contestants(precision, "corpus")
             say(f"{precision}: {', '.join(tasks)}")
             answers, failures = compete(tasks, settings.rounds, settings.restarts, module=WORKER)
-            for name, given in answers.items():
-                results[name] = report.corpus_of(size["texts"], size["tokens"], given, failures.get(name))
-            found["rows"].append({"dtype": precision, "results": results})
-            say(report.short(found["rows"][-1]))
-            report.write(settings.output, "corpus", found, tables.corpus)
-    report.draw(settings.output, "corpus", found, say)
-    return found
+            for name, replies in answers.items():
+                results[name] = report.corpus_of(size["texts"], size["tokens"], replies, failures.get(name))
+            summary["rows"].append({"dtype": precision, "results": results})
+            say(report.short(summary["rows"][-1]))
+            report.write(settings.output, "corpus", summary, tables.corpus)
+    report.draw(settings.output, "corpus", summary, say)
+    return summary

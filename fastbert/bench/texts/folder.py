@@ -66,10 +66,10 @@ def find(name: str) -> Source:
         folder = transformer_folder(resolve(VOCABULARY if shape else name))
         if shape is not None:
             config = EncoderConfig.of_family("bert", **fields_without_type(MODELS[shape]))
-            given = None
+            folder_limit = None
         else:
             config = EncoderConfig.from_file(folder / "config.json")
-            given = transformer_settings(folder).max_seq_length
+            folder_limit = transformer_settings(folder).max_seq_length
         special = load_tokenizer(folder).num_special_tokens_to_add(False)
     except (CheckpointError, ConfigError, OSError) as error:
         asks = f"the tokenizer of {name}" if shape else f"--model {name}"
@@ -78,7 +78,7 @@ def find(name: str) -> Source:
         raise BenchmarkError(f"--model {name} has {config.vocab_size} tokens; at least {EXPORTED_IDS} are needed")
     with torch.device("meta"):
         limit = AutoModel.from_config(config).base_model.table_sizes().longest(config)
-    limits = [n for n in (given, limit) if n is not None]
+    limits = [n for n in (folder_limit, limit) if n is not None]
     if not limits:
         raise BenchmarkError(f"--model {name}: neither the folder nor the model says how long a text may be")
     return Source(name, shape, folder, config, min(limits), special)
@@ -103,7 +103,7 @@ def write(shape: str | None, source: Path, longest: int, target: Path) -> None:
     types = "sentence_transformers.models."
     _write_json(
         target / "modules.json",
-        [{"idx": i, "name": str(i), "path": path, "type": types + kind} for i, (path, kind) in enumerate(_MODULES)],
+        [{"idx": i, "name": str(i), "path": path, "type": types + module} for i, (path, module) in enumerate(_MODULES)],
     )
     _write_json(target / "sentence_bert_config.json", {"max_seq_length": longest, "do_lower_case": False})
     width = EncoderConfig.from_file(target / "config.json").hidden_size
@@ -133,9 +133,10 @@ def make_texts(tokenizer: Tokenizer, length: int, count: int, words: list[str]) 
     draw = random.Random(length)
     texts = [" ".join(draw.choices(words, k=wanted)) for _ in range(count)]
     for text in texts:
-        if (found := len(tokenizer.encode(text).ids)) != length:
+        if (actual := len(tokenizer.encode(text).ids)) != length:
             raise BenchmarkError(
-                f"this tokenizer joins words: a text of {wanted} words of a token each has {found} tokens, not {length}"
+                f"this tokenizer joins words: a text of {wanted} words of a token each has {actual} tokens, not"
+                f" {length}"
             )
     return texts
 

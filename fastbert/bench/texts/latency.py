@@ -19,7 +19,7 @@ def run(settings: TextSettings, say: Say) -> dict[str, Any]:
 
     latency.json is written after every precision. Raises BenchmarkError.
     """
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "machine": machine_of(settings.threads, PACKAGES),
         "model": settings.source.name,
         "contestants": list(settings.contestants),
@@ -32,12 +32,12 @@ def run(settings: TextSettings, say: Say) -> dict[str, Any]:
         steps = Steps(settings, folder, False, say)
         for precision in settings.precisions:
             rows = _rows(steps, precision)
-            found["rows"] += rows
+            summary["rows"] += rows
             for row in rows:
                 say(report.short(row))
-            report.write(settings.output, "latency", found, tables.latency)
-    report.draw(settings.output, "latency", found, say)
-    return found
+            report.write(settings.output, "latency", summary, tables.latency)
+    report.draw(settings.output, "latency", summary, say)
+    return summary
 
 
 def _rows(steps: Steps, precision: str) -> list[dict[str, Any]]:

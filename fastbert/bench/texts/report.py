@@ -70,9 +70,9 @@ def short(row: dict[str, Any]) -> str:
     """A row as the line that says how the run goes."""
     said = []
     for name, result in row["results"].items():
-        kind = why_missing(result)
-        if kind:
-            said.append(f"{name} {kind} ({result[kind]})")
+        status = why_missing(result)
+        if status:
+            said.append(f"{name} {status} ({result[status]})")
         elif "p50_ms" in result:
             said.append(f"{name} {result['p50_ms']:.2f} ms")
         else:

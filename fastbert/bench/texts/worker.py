@@ -37,16 +37,16 @@ def make_texts(task: dict[str, Any], answer: Answer) -> None:
     """texts.json: of each length the texts and their tokens."""
     tokenizer = folder.cutting_tokenizer(_checkpoint(task))
     words = folder.one_token_words(tokenizer)
-    made: dict[str, dict[str, list[Any]]] = {}
+    by_length: dict[str, dict[str, list[Any]]] = {}
     calibration = []
     for length in task["lengths"]:
         texts = folder.make_texts(tokenizer, length, TEXTS + CALIBRATION_TEXTS, words)
         ids = [tokenizer.encode(text).ids for text in texts]
-        made[str(length)] = {"texts": texts[:TEXTS], "ids": ids[:TEXTS]}
+        by_length[str(length)] = {"texts": texts[:TEXTS], "ids": ids[:TEXTS]}
         calibration += ids[TEXTS:]
-    Path(task["folder"], TEXTS_FILE).write_text(json.dumps(made), encoding="utf-8")
+    Path(task["folder"], TEXTS_FILE).write_text(json.dumps(by_length), encoding="utf-8")
     _write_ids(task, calibration)
-    _write_reference(task, [ids for of in made.values() for ids in of["ids"][:CHECKED_SEQUENCES]])
+    _write_reference(task, [ids for of in by_length.values() for ids in of["ids"][:CHECKED_SEQUENCES]])
     answer({})
 
 
@@ -106,14 +106,14 @@ def check(name: str, precision: str, vectors: Sequence[Any], expected: dict[str,
 def timed(call: Callable[[Any], Any], inputs: Sequence[Any], min_seconds: float) -> list[float]:
     """Seconds of each call, with one of the inputs after the other, until all together fill `min_seconds`."""
     taken: list[float] = []
-    given, begin = itertools.cycle(inputs), time.perf_counter()
+    feed, begin = itertools.cycle(inputs), time.perf_counter()
     for done in itertools.count():
         if done >= WARM_CALLS and time.perf_counter() - begin >= WARM_SECONDS:
             break
-        call(next(given))
+        call(next(feed))
     total = 0.0
     while total < min_seconds or len(taken) < LEAST_CALLS:
-        one = next(given)
+        one = next(feed)
         start = time.perf_counter()
         call(one)
         taken.append(time.perf_counter() - start)
@@ -127,7 +127,7 @@ def contest_one(task: dict[str, Any], answer: Answer) -> None:
     one = CONTESTANTS[name].one
     assert one is not None
     calls = one(job, lengths)
-    made = json.loads(Path(task["folder"], TEXTS_FILE).read_text(encoding="utf-8"))
+    by_length = json.loads(Path(task["folder"], TEXTS_FILE).read_text(encoding="utf-8"))
     reference = torch.load(Path(task["folder"], REFERENCE_FILE), weights_only=True)
     turns: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {}
     cosines, failed = {}, {}
@@ -135,15 +135,15 @@ def contest_one(task: dict[str, Any], answer: Answer) -> None:
         for i, length in enumerate(lengths):
             rows = slice(i * CHECKED_SEQUENCES, (i + 1) * CHECKED_SEQUENCES)
             expected = {dtype: vectors[rows] for dtype, vectors in reference.items()}
-            ids = [np.array([of_text], dtype=np.int64) for of_text in made[str(length)]["ids"]]
+            ids = [np.array([of_text], dtype=np.int64) for of_text in by_length[str(length)]["ids"]]
             sources: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {}
-            sources["strings"] = calls.from_string, made[str(length)]["texts"]
+            sources["strings"] = calls.from_string, by_length[str(length)]["texts"]
             if calls.from_ids is not None:
                 sources["ids"] = calls.from_ids, ids
             for source, (call, inputs) in sources.items():
                 turn = f"{source} {length}"
                 try:
-                    vectors = [np.array(call(given)) for given in inputs[:CHECKED_SEQUENCES]]
+                    vectors = [np.array(call(sample)) for sample in inputs[:CHECKED_SEQUENCES]]
                     cosines[turn] = check(name, job.precision, vectors, expected)
                     turns[turn] = call, inputs
                 except AssertionError as error:

@@ -143,7 +143,7 @@ def _load(name: str, dtype: Any, reads_texts: bool) -> Candidate:
 
 def _lengths(candidates: list[Candidate], texts: list[str]) -> list[list[int]]:
     """Of the texts, in the tokens of each model, or of the first model that has a tokenizer."""
-    found = [candidate.lengths_of(texts) for candidate in candidates]
-    if (first := next(filter(None, found), None)) is None:
+    per_model = [candidate.lengths_of(texts) for candidate in candidates]
+    if (first := next(filter(None, per_model), None)) is None:
         raise UsageError("--texts: none of these has a tokenizer; name a checkpoint, too")
-    return [lengths or first for lengths in found]
+    return [lengths or first for lengths in per_model]

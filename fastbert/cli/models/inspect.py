@@ -77,24 +77,24 @@ def run(options: argparse.Namespace) -> int:
     if isinstance(model, TextClassifier) and options.label not in (None, *model.labels):
         raise UsageError(f"--label {options.label}: the model has {', '.join(model.labels)}")
     inputs = [tuple(options.text)] if classifies and len(options.text) == 2 else options.text
-    made = [model.tokenizer.encode(*((one,) if isinstance(one, str) else one)) for one in inputs]
+    encodings = [model.tokenizer.encode(*((one,) if isinstance(one, str) else one)) for one in inputs]
     titles = [one if isinstance(one, str) else " | ".join(one) for one in inputs]
-    for title, encoding in zip(titles, made, strict=True):
+    for title, encoding in zip(titles, encodings, strict=True):
         if encoding.overflowing:
             say(f"warning: cut to {len(encoding.ids)} tokens: {short(title, 60)}")
-    batch, tokens = model.tokenize(inputs).pack(range(len(made))), [encoding.tokens for encoding in made]
+    batch, tokens = model.tokenize(inputs).pack(range(len(encodings))), [encoding.tokens for encoding in encodings]
     maps = inspect.attention(model.model, batch, options.layers, options.heads)
-    separators = [[i for i, special in enumerate(one.special_tokens_mask) if special and i] for one in made]
+    separators = [[i for i, special in enumerate(one.special_tokens_mask) if special and i] for one in encodings]
     measures = [inspect.measure_heads(*each) for each in zip(maps, separators, strict=True)]
     for title, words, measured in zip(titles, tokens, measures, strict=True):
         print("\n".join(_lines(title, words, maps, measured)), flush=True)
     raise_if_stopped()
     close = decided = None
     if isinstance(model, TextClassifier):
-        decided = _explain(model, batch, made[0], options.label)
+        decided = _explain(model, batch, encodings[0], options.label)
         print("\n".join(_lines_of_label(decided, tokens[0])), flush=True)
-    elif len(made) == 2:
-        close = _compare(model, made)
+    elif len(encodings) == 2:
+        close = _compare(model, encodings)
         print("\n".join(_lines_of_two(close, tokens)), flush=True)
     if options.output is None:
         return 0
@@ -138,7 +138,7 @@ def _lines(text: str, tokens: list[str], maps: inspect.AttentionMaps, measured: 
     return [*lines, ""]
 
 
-def _explain(classifier: TextClassifier, batch: PackedInputs, made: Any, label: str | None) -> dict[str, Any]:
+def _explain(classifier: TextClassifier, batch: PackedInputs, encoding: Any, label: str | None) -> dict[str, Any]:
     """What a classifier says of one text, or of a pair, and what each token adds to the logit of a label."""
     import torch
 
@@ -147,12 +147,12 @@ def _explain(classifier: TextClassifier, batch: PackedInputs, made: Any, label: 
 
     with torch.no_grad():
         probabilities = classifier.probabilities(classifier.compute(batch.to(classifier.device), InferenceOptions()))[0]
-    place = int(probabilities.argmax()) if label is None else classifier.labels.index(label)
-    special = {i for i, flag in zip(made.ids, made.special_tokens_mask, strict=True) if flag}
-    (found,) = inspect.integrated_gradients(
-        classifier.model, batch, inspect.label(place), kept_ids=special, steps=STEPS
+    label_index = int(probabilities.argmax()) if label is None else classifier.labels.index(label)
+    special = {i for i, flag in zip(encoding.ids, encoding.special_tokens_mask, strict=True) if flag}
+    (attribution,) = inspect.integrated_gradients(
+        classifier.model, batch, inspect.label(label_index), kept_ids=special, steps=STEPS
     )
-    return {"labels": classifier.labels, "probabilities": probabilities, "label": place, "shares": found}
+    return {"labels": classifier.labels, "probabilities": probabilities, "label": label_index, "shares": attribution}
 
 
 def _lines_of_label(decided: dict[str, Any], tokens: list[str]) -> list[str]:
@@ -163,27 +163,27 @@ def _lines_of_label(decided: dict[str, Any], tokens: list[str]) -> list[str]:
     return [*lines, _line_of_shares(decided["shares"], tokens)]
 
 
-def _line_of_shares(found: inspect.Attribution, tokens: list[str]) -> str:
-    order = found.scores.argsort(descending=True).tolist()
-    told = [*order[:4], *(i for i in order[4:][-2:] if found.scores[i] < 0)]
-    said = ", ".join(f"{tokens[i]} {found.scores[i]:+.3f}" for i in told)
-    return f"    {said}  ({found.completeness_error:.1%} missed)"
+def _line_of_shares(attribution: inspect.Attribution, tokens: list[str]) -> str:
+    order = attribution.scores.argsort(descending=True).tolist()
+    told = [*order[:4], *(i for i in order[4:][-2:] if attribution.scores[i] < 0)]
+    said = ", ".join(f"{tokens[i]} {attribution.scores[i]:+.3f}" for i in told)
+    return f"    {said}  ({attribution.completeness_error:.1%} missed)"
 
 
-def _compare(encoder: SentenceEncoder, made: list[Any]) -> dict[str, Any]:
+def _compare(encoder: SentenceEncoder, encodings: list[Any]) -> dict[str, Any]:
     """The cosine of two texts, what each token adds to it, and the cosines of their tokens."""
     import torch
 
     from fastbert import inspect
     from fastbert.packed_inputs import pack_inputs
 
-    batch = pack_inputs([encoding.ids for encoding in made])
+    batch = pack_inputs([encoding.ids for encoding in encodings])
     states = [x[0] for x in inspect.hidden_states(encoder.model, batch, [-1])]
     offsets = batch["batch"].cu_seqlens.to(encoder.device)
     vectors = encoder.pool(torch.cat(states), offsets)
-    special = {i for one in made for i, flag in zip(one.ids, one.special_tokens_mask, strict=True) if flag}
+    special = {i for one in encodings for i, flag in zip(one.ids, one.special_tokens_mask, strict=True) if flag}
     shares = []
-    for i, encoding in enumerate(made):
+    for i, encoding in enumerate(encodings):
         target = inspect.similarity(vectors[1 - i], encoder.pool)
         one = pack_inputs([encoding.ids])
         shares += inspect.integrated_gradients(encoder.model, one, target, kept_ids=special, steps=STEPS)
@@ -197,7 +197,7 @@ def _compare(encoder: SentenceEncoder, made: list[Any]) -> dict[str, Any]:
 
 def _lines_of_two(close: dict[str, Any], tokens: list[list[str]]) -> list[str]:
     lines = [f"  cosine of the two: {close['cosine']:.3f}; what adds most to it, and what takes most from it"]
-    return [*lines, *(_line_of_shares(found, words) for words, found in zip(tokens, close["shares"], strict=True))]
+    return [*lines, *(_line_of_shares(share, words) for words, share in zip(tokens, close["shares"], strict=True))]
 
 
 def _page(
@@ -219,8 +219,8 @@ def _page(
         label = decided["labels"][decided["label"]]
         page.add_attribution(tokens[0], decided["shares"], f"What speaks for {label}: {short(titles[0], 60)}")
     if close is not None:
-        for words, found, title in zip(tokens, close["shares"], titles, strict=True):
-            page.add_attribution(words, found, f"What adds to the cosine: {short(title, 60)}")
+        for words, attribution, title in zip(tokens, close["shares"], titles, strict=True):
+            page.add_attribution(words, attribution, f"What adds to the cosine: {short(title, 60)}")
         page.add_similarity(tokens[0], tokens[1], close["tokens"], "Cosines of the tokens", "Behind the last layer.")
     for i, title in enumerate(titles):
         page.add_attention(tokens[i], maps, i, f"Attention: {short(title, 60)}")

@@ -83,13 +83,13 @@ def _of_classifier(name: str, data: LabelledTexts, dtype: str) -> dict[str, Any]
     classifier = TextClassifier(name, dtype=dtype)
     if classifier.num_labels == 1:
         return None
-    places = {label: i for i, label in enumerate(classifier.labels)}
+    index_of = {label: i for i, label in enumerate(classifier.labels)}
     expected = []
     for row, answer in enumerate(data.answers):
-        place = places.get(str(answer), answer if isinstance(answer, int) else -1)
-        if not 0 <= place < len(places):
-            raise InputError(f"row {row + 1} has the label {answer!r}; the model has {', '.join(places)}")
-        expected.append(place)
+        index = index_of.get(str(answer), answer if isinstance(answer, int) else -1)
+        if not 0 <= index < len(index_of):
+            raise InputError(f"row {row + 1} has the label {answer!r}; the model has {', '.join(index_of)}")
+        expected.append(index)
     texts = data.columns[0] if len(data.columns) == 1 else list(zip(*data.columns, strict=True))
     said = classifier.predict(texts).argmax(-1)
     return {"measure": "accuracy", "value": float((said == expected).mean())}
@@ -117,7 +117,7 @@ def _probe(name: str, data: LabelledTexts, dtype: str) -> float:
         raise InputError(str(error)) from None
 
 
-def _rank_correlation(found: Any, scores: list[Any]) -> float:
+def _rank_correlation(predicted: Any, scores: list[Any]) -> float:
     from scipy.stats import spearmanr
 
-    return float(spearmanr(found, scores)[0])
+    return float(spearmanr(predicted, scores)[0])

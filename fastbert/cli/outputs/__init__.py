@@ -102,12 +102,12 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _arrow(values: Any, kind: Any = None) -> Any:
+def _arrow(values: Any, arrow_type: Any = None) -> Any:
     import pyarrow as pa
 
     if hasattr(values, "ndim") and values.ndim == 2:
         return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
-    return pa.array(values, kind)
+    return pa.array(values, arrow_type)
 
 
 def check_output(path: Path, kinds: Sequence[str], force: bool) -> None:

@@ -30,13 +30,13 @@ def add_options(parser: Parser, cls: type[RunOptions], required: Sequence[str]) 
     parser.add_argument(
         "--config", metavar="FILE", type=Path, help="a YAML file of these options; the command line wins"
     )
-    kinds = types_of(cls)
+    types = types_of(cls)
     sections = {name: parser.add_argument_group(title) for name, title in _GROUPS.items()}
     for entry in dataclasses.fields(cls):
-        flag, kind, metadata = f"--{entry.name.replace('_', '-')}", kinds[entry.name], entry.metadata
+        flag, value_type, metadata = f"--{entry.name.replace('_', '-')}", types[entry.name], entry.metadata
         section = parser.required if entry.name in required else sections[metadata["group"]]
         shown = metadata["help"].replace("%", "%%")
-        if kind is bool:
+        if value_type is bool:
             section.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=shown)
             continue
         if entry.default not in ("", ()):
@@ -45,28 +45,28 @@ def add_options(parser: Parser, cls: type[RunOptions], required: Sequence[str]) 
         if metadata["choices"]:
             options["choices"] = metadata["choices"]
         else:
-            options["metavar"] = {int: "N", float: "X", str: "NAME", tuple: "NAME"}[kind]
-        if kind is tuple:
+            options["metavar"] = {int: "N", float: "X", str: "NAME", tuple: "NAME"}[value_type]
+        if value_type is tuple:
             options["nargs"] = "+"
         else:
-            options["type"] = kind
+            options["type"] = value_type
         section.add_argument(flag, **options)
     parser.required._group_actions.sort(key=lambda action: required.index(action.dest))
 
 
-def read_options(cls: type[Options], given: argparse.Namespace) -> Options:
+def read_options(cls: type[Options], arguments: argparse.Namespace) -> Options:
     """Defaults, then the YAML file, then the command line; a run that goes on has its own file, if no other is given.
 
     Raises ConfigError, OSError.
     """
     from fastbert.training.folder import RUN  # here: it imports torch, and --help is to be quick
 
-    said = {name: vars(given)[name] for name in types_of(cls) if name in given}
-    path = given.config
+    said = {name: vars(arguments)[name] for name in types_of(cls) if name in arguments}
+    path = arguments.config
     if path is None and said.get("resume") and (Path(said.get("output", "")) / RUN).is_file():
         path = Path(said["output"]) / RUN
-    found = {} if path is None else {str(name).replace("-", "_"): value for name, value in read_yaml(path).items()}
-    return options_of(cls, found | said, "the command line" if path is None else str(path))
+    in_file = {} if path is None else {str(name).replace("-", "_"): value for name, value in read_yaml(path).items()}
+    return options_of(cls, in_file | said, "the command line" if path is None else str(path))
 
 
 def print_metrics(metrics: dict[str, Any], folder: str) -> None:

@@ -34,6 +34,6 @@ def run(options: argparse.Namespace) -> int:
     from fastbert.training.run import execute
 
     raise_if_stopped()
-    given = read_options(FinetuneOptions, options)
-    print_metrics(execute(given, make_task), given.output)
+    settings = read_options(FinetuneOptions, options)
+    print_metrics(execute(settings, make_task), settings.output)
     return 0

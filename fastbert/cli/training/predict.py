@@ -20,7 +20,7 @@ from fastbert.cli.parser import (
     windows_of,
 )
 from fastbert.cli.stopping import raise_if_stopped, say
-from fastbert.data.text_files import TEXT_KINDS, check_source, kind_of, name_of, read_rows
+from fastbert.data.text_files import TEXT_KINDS, check_source, name_of, read_rows, suffix_of
 from fastbert.messages import absent, install
 from fastbert.training.options import HASH_LINES, HASH_LINES_HELP
 
@@ -94,23 +94,23 @@ def run(options: argparse.Namespace) -> int:
     from fastbert.data.usage import read_usage
     from fastbert.hub import resolve
     from fastbert.sentences.batches import in_chunks, progress_bar
-    from fastbert.training.finetuning.readers import KINDS
+    from fastbert.training.finetuning.readers import READERS
 
     raise_if_stopped()
     usage = read_usage(transformer_folder(resolve(options.model)), options.model)
-    kind, total = KINDS[usage.task], 0
-    _check_given(options, usage)
-    model = load_to_run(kind.model, options)
+    task, total = READERS[usage.task], 0
+    _check_options(options, usage)
+    model = load_to_run(task.model, options)
     if usage.max_length is not None:
         model.max_seq_length = usage.max_length
     windows = windows_of(options, model.windows)
     extra = {"batch_tokens": options.batch_tokens, "windows": windows, "aggregate": options.aggregate}
     if usage.task == "classification":
         extra |= {"threshold": options.threshold, "every": options.all}
-    with open_rows(options.output, kind.examples) as rows, progress_bar(None, None, desc="predicting", delay=0) as bar:
+    with open_rows(options.output, task.examples) as rows, progress_bar(None, None, desc="predicting", delay=0) as bar:
         for chunk in in_chunks(_rows(options, usage), CHUNK_INPUTS):
             columns = {name: [row[name] for row in chunk] for name in chunk[0]}
-            rows.write(kind.columns(model, columns, **extra))
+            rows.write(task.columns(model, columns, **extra))
             bar.update(len(chunk))
             raise_if_stopped()
             total += len(chunk)
@@ -120,7 +120,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_given(options: argparse.Namespace, usage: Any) -> None:
+def _check_options(options: argparse.Namespace, usage: Any) -> None:
     """Options that would be ignored."""
     if options.all and usage.task != "classification":
         raise UsageError(f"--all is for classification; {options.model} is for {usage.task}")
@@ -132,7 +132,7 @@ def _check_given(options: argparse.Namespace, usage: Any) -> None:
 
 
 def _is_conll(path: Path, usage: Any) -> bool:
-    return usage.task == "tokens" and kind_of(path) in _CONLL
+    return usage.task == "tokens" and suffix_of(path) in _CONLL
 
 
 def _is_squad(path: Path, usage: Any) -> bool:
@@ -145,17 +145,17 @@ def _rows(options: argparse.Namespace, usage: Any) -> Iterator[dict[str, Any]]:
     from fastbert.training.finetuning.inputs.tagged import read_conll
     from fastbert.training.finetuning.readers import input_columns
 
-    path, given = options.file, options.columns
+    path, columns = options.file, options.columns
     if _is_squad(path, usage):
-        found = load_questions([str(path)], "test", with_answers=False)
-        for question, context in zip(found.questions, found.contexts, strict=True):
+        dataset = load_questions([str(path)], "test", with_answers=False)
+        for question, context in zip(dataset.questions, dataset.contexts, strict=True):
             yield {"question": question, "context": context}
         return
     if _is_conll(path, usage):
         for text in read_conll(path, with_tags=False, hash_lines=options.hash_lines):
             yield {"text": [word for word, _ in text]}
         return
-    names: tuple[str, ...] = tuple(given or ())
+    names: tuple[str, ...] = tuple(columns or ())
 
     def choose(there: list[str]) -> Sequence[str]:
         nonlocal names
@@ -163,9 +163,9 @@ def _rows(options: argparse.Namespace, usage: Any) -> Iterator[dict[str, Any]]:
         return names
 
     wanted = _number_of_texts(usage)
-    if given is not None and len(given) not in wanted:
-        raise UsageError(f"--columns has {len(given)} names; this model reads {' or '.join(map(str, wanted))}")
-    for values in read_rows(path, given, choose, delimiter=options.delimiter):
+    if columns is not None and len(columns) not in wanted:
+        raise UsageError(f"--columns has {len(columns)} names; this model reads {' or '.join(map(str, wanted))}")
+    for values in read_rows(path, columns, choose, delimiter=options.delimiter):
         names = names or ("text",)
         if len(values) != len(names) or len(values) not in wanted:
             raise UsageError(

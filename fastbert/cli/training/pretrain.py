@@ -35,6 +35,6 @@ def run(options: argparse.Namespace) -> int:
     from fastbert.training.run import execute
 
     raise_if_stopped()
-    given = read_options(PretrainOptions, options)
-    print_metrics(execute(given, make_task, phases_of), given.output)
+    settings = read_options(PretrainOptions, options)
+    print_metrics(execute(settings, make_task, phases_of), settings.output)
     return 0

@@ -35,7 +35,7 @@ def encode(tokenizer: Tokenizer, inputs: Sequence[str | tuple[str, str]]) -> lis
     apart = set(ours)
     # The fast one gives both texts type 0 where no post-processor says otherwise.
     read_all = tokenizer.encode_batch if pairs and tokenizer.post_processor is None else tokenizer.encode_batch_fast
-    made: list[Any] = read_all(
+    encodings: list[Any] = read_all(
         [
             as_far_as_needed(tokenizer, one) if isinstance(one, str) else one
             for i, one in enumerate(inputs)
@@ -44,8 +44,8 @@ def encode(tokenizer: Tokenizer, inputs: Sequence[str | tuple[str, str]]) -> lis
     )
     if ours:
         for i, one in zip(ours, _cut_pairs(tokenizer, [inputs[i] for i in ours]), strict=True):
-            made.insert(i, one)
-    return made
+            encodings.insert(i, one)
+    return encodings
 
 
 def _not_short(tokenizer: Tokenizer, inputs: Sequence[str | tuple[str, str]], pairs: list[int]) -> list[int]:
@@ -101,7 +101,7 @@ def _cut_pairs(tokenizer: Tokenizer, pairs: Sequence[Any]) -> Iterator[CutPair]:
         first, second = (read[text] for text in pair)
         _read(first, second, room)
         sizes = _sizes(first.tokens, second.tokens, room)
-        of_types = [[kind] * size for kind, size in zip(template.type_of, sizes, strict=True)]
+        of_types = [[type_id] * size for type_id, size in zip(template.type_of, sizes, strict=True)]
         yield CutPair(
             [*before, *first.kept(sizes[0]), *between, *second.kept(sizes[1]), *behind],
             [*types[0], *of_types[0], *types[1], *of_types[1], *types[2]],

@@ -34,18 +34,18 @@ def _no_word() -> re.Pattern[str]:
 
 def uncut(tokenizer: Tokenizer) -> Tokenizer:
     """One that neither cuts nor pads, with the vocabulary, in the same memory, of another."""
-    made = Tokenizer(tokenizer.model)
+    copy = Tokenizer(tokenizer.model)
     for name in ("normalizer", "pre_tokenizer", "post_processor"):
         if (part := getattr(tokenizer, name)) is not None:
-            setattr(made, name, part)
+            setattr(copy, name, part)
     added = tokenizer.get_added_tokens_decoder()
-    made.add_tokens([added[i] for i in sorted(added)])
-    if made.get_added_tokens_decoder() != added:  # its ids are not those that new tokens get
-        made = Tokenizer.from_str(tokenizer.to_str())
-        made.no_truncation()
-        made.no_padding()
-    made.encode_special_tokens = tokenizer.encode_special_tokens  # which no tokenizer.json holds
-    return made
+    copy.add_tokens([added[i] for i in sorted(added)])
+    if copy.get_added_tokens_decoder() != added:  # its ids are not those that new tokens get
+        copy = Tokenizer.from_str(tokenizer.to_str())
+        copy.no_truncation()
+        copy.no_padding()
+    copy.encode_special_tokens = tokenizer.encode_special_tokens  # which no tokenizer.json holds
+    return copy
 
 
 def is_long(chars: int) -> bool:
@@ -76,18 +76,18 @@ def partings(tokenizer: Tokenizer, text: str) -> Iterator[int]:
     """
     at = 0
     while is_long(len(text) - at):
-        if (found := _parting(tokenizer, text, range(at + PIECE_CHARS, len(text), PIECE_CHARS))) is None:
+        if (parting := _parting(tokenizer, text, range(at + PIECE_CHARS, len(text), PIECE_CHARS))) is None:
             return
-        yield (at := found)
+        yield (at := parting)
 
 
 def partings_from_end(tokenizer: Tokenizer, text: str) -> Iterator[int]:
     """As `partings`, the last one first."""
     at = len(text)
     while is_long(at):
-        if (found := _parting(tokenizer, text, range(at - PIECE_CHARS, PIECE_CHARS, -PIECE_CHARS))) is None:
+        if (parting := _parting(tokenizer, text, range(at - PIECE_CHARS, PIECE_CHARS, -PIECE_CHARS))) is None:
             return
-        yield (at := found)
+        yield (at := parting)
 
 
 def pieces_of(tokenizer: Tokenizer, text: str, direction: str = "right") -> Iterator[str]:
@@ -142,11 +142,11 @@ def _parting(tokenizer: Tokenizer, text: str, starts: Iterable[int]) -> int | No
         if not _no_word().search(text, start - 1, stop):
             continue
         for i, places in enumerate(_places()):
-            for found in islice(places.finditer(text, start, stop), tries[i]):
-                if found.start() >= start + PIECE_CHARS:  # of the next part
+            for match in islice(places.finditer(text, start, stop), tries[i]):
+                if match.start() >= start + PIECE_CHARS:  # of the next part
                     break
-                if _is_parted(tokenizer, text, found.start()):
-                    return found.start()
+                if _is_parted(tokenizer, text, match.start()):
+                    return match.start()
                 tries[i] -= 1
     return None
 

@@ -24,10 +24,10 @@ class Template:
         word = next((text for text in ("a", "e", "1") if tokenizer.encode(text, add_special_tokens=False).ids), None)
         if word is None:
             raise InputError("this tokenizer makes no token of a letter: it seems to be damaged")
-        made = tokenizer.encode(word, word if sequences == 2 else None)
-        is_special = np.array(made.special_tokens_mask, bool)
-        places = np.array([-1 if s is None else s for s in made.sequence_ids])
-        ids, types = np.array(made.ids, np.int64), np.array(made.type_ids, np.int64)
+        encoding = tokenizer.encode(word, word if sequences == 2 else None)
+        is_special = np.array(encoding.special_tokens_mask, bool)
+        places = np.array([-1 if s is None else s for s in encoding.sequence_ids])
+        ids, types = np.array(encoding.ids, np.int64), np.array(encoding.type_ids, np.int64)
         starts = [np.flatnonzero(places == s)[0] for s in range(sequences)]
         stops = [np.flatnonzero(places == s)[-1] + 1 for s in range(sequences)]
         cuts = [slice(0, starts[0]), *(slice(a, b) for a, b in zip(stops, [*starts[1:], len(ids)], strict=True))]
@@ -41,9 +41,9 @@ class Template:
     def around(self, *sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(input_ids, token_type_ids), int64."""
         ids, types = [self.ids[0]], [self.types[0]]
-        for sequence, kind, after, after_types in zip(
+        for sequence, type_id, after, after_types in zip(
             sequences, self.type_of, self.ids[1:], self.types[1:], strict=True
         ):
             ids += [sequence.astype(np.int64), after]
-            types += [np.full(len(sequence), kind), after_types]
+            types += [np.full(len(sequence), type_id), after_types]
         return np.concatenate(ids), np.concatenate(types)

@@ -1,1 +1,1 @@
-"""What pre-training reads: a corpus, and the windows that are cut from it."""
+"""What pre-training reads: a corpus, and the chunks that are cut from it."""

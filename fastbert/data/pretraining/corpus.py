@@ -57,7 +57,7 @@ def tokenize_corpus(
     features = datasets.Features(
         {"ids": datasets.List(datasets.Value("int32")), "segment": datasets.List(datasets.Value("int32"))}
     )
-    made = rows.map(
+    tokenized = rows.map(
         _Tokenize(tokenizer.to_str(), column, where),
         batched=True,
         with_indices=True,
@@ -66,8 +66,8 @@ def tokenize_corpus(
         num_proc=processes,
         desc="tokenizing",
     )
-    tokens, ends = _flat(made, "ids")
-    sizes, _ = _flat(made, "segment")  # tokens of each line, by row
+    tokens, ends = _flat(tokenized, "ids")
+    sizes, _ = _flat(tokenized, "segment")  # tokens of each line, by row
     if not len(tokens):
         raise InputError("the corpus has no tokens")
     segments = np.concatenate([[0], np.cumsum(sizes[sizes > 0], dtype=np.int64)])
@@ -100,9 +100,9 @@ class _Tokenize:
             self._loaded.encode_batch_fast([line for lines in split for line in lines], add_special_tokens=False)
         )
         for lines in split:
-            made = [next(encoded).ids for _ in lines]
-            ids.append([i for line in made for i in line])
-            segments.append([len(line) for line in made])
+            line_ids = [next(encoded).ids for _ in lines]
+            ids.append([i for line in line_ids for i in line])
+            segments.append([len(line) for line in line_ids])
         return {"ids": ids, "segment": segments}
 
 

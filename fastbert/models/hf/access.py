@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from fastbert.errors import ConfigError
-from fastbert.layers.leaves import get_leaf, place
+from fastbert.layers.leaves import get_leaf, set_module
 from fastbert.layers.resizing import resize_rows
 from fastbert.models.hf.methods import TheirMethods
 
@@ -32,7 +32,7 @@ class ModelAccess(TheirMethods):
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Replace the word table. As in transformers, what is tied to it follows with `tie_weights`."""
-        place(self.base_model, self.config.embeddings.word, value)
+        set_module(self.base_model, self.config.embeddings.word, value)
 
     def get_output_embeddings(self) -> nn.Module | None:
         """The decoder over words; None where a model has none."""

@@ -44,7 +44,7 @@ class _Finder:
         if name not in _waiting:
             return None
         others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not cls)
-        spec = next((found for found in others if found is not None), None)
+        spec = next((candidate for candidate in others if candidate is not None), None)
         if spec is None or spec.loader is None:
             return spec
         run = spec.loader.exec_module

@@ -44,9 +44,9 @@ Model = TypeVar("Model", bound="CheckpointMixin")
 _PUSHED = ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags")
 
 
-def _is_users(kind: type) -> bool:
+def _is_users(cls: type) -> bool:
     """Whether a class is a subclass that a user wrote: its constructor may make tensors in dtypes of its own."""
-    return kind.__module__ != "fastbert.models.classes"
+    return cls.__module__ != "fastbert.models.classes"
 
 
 def _untied(state: dict[str, torch.Tensor], tied: dict[str, str]) -> list[str]:
@@ -55,8 +55,8 @@ def _untied(state: dict[str, torch.Tensor], tied: dict[str, str]) -> list[str]:
     def is_shared(a: torch.Tensor, b: torch.Tensor) -> bool:
         return (a.data_ptr() == b.data_ptr() and a.shape == b.shape) or _same(a, b)
 
-    found = [(copy, original) for copy, original in tied.items() if copy in state]
-    return [copy for copy, original in found if original not in state or not is_shared(state[copy], state[original])]
+    pairs = [(copy, original) for copy, original in tied.items() if copy in state]
+    return [copy for copy, original in pairs if original not in state or not is_shared(state[copy], state[original])]
 
 
 class CheckpointMixin(nn.Module):
@@ -145,7 +145,7 @@ class CheckpointMixin(nn.Module):
             )
         name = str(pretrained_model_name_or_path or "")
         changes = left_over(config_changes)
-        chosen, place = chosen_dtype(dtype, torch_dtype), chosen_device(device, device_map)
+        chosen, target_device = chosen_dtype(dtype, torch_dtype), chosen_device(device, device_map)
         hub = HubOptions(revision, cache_dir, token, local_files_only, force_download, subfolder)
         # Also where the caller is in inference mode: tensors made there keep no version of what is written to them.
         with torch.inference_mode(False):
@@ -163,8 +163,8 @@ class CheckpointMixin(nn.Module):
             if replacing is None and not {"num_hidden_layers", "num_hidden_groups", "inner_group_num"} & set(changes):
                 check_layers(own, weights, name)
             options = {} if add_pooling_layer is None else {"add_pooling_layer": add_pooling_layer}
-            made_in = (chosen or main_dtype(weights.values())) if _is_users(cls) else None
-            with unfilled_models(), default_dtype(made_in):
+            init_dtype = (chosen or main_dtype(weights.values())) if _is_users(cls) else None
+            with unfilled_models(), default_dtype(init_dtype):
                 model = cls(own, **options)
             if add_pooling_layer is False:
                 weights = without_pooler(model, weights)  # type: ignore[arg-type]
@@ -172,9 +172,9 @@ class CheckpointMixin(nn.Module):
             model.name_or_path = model.config.name_or_path = name
             model.config._attn_implementation = config_changes.get("attn_implementation")
             model.tokenizer_folder = folder
-            model = model.eval() if place is None else model.to(place).eval()
+            model = model.eval() if target_device is None else model.to(target_device).eval()
         if device_map is not None:
-            model.hf_device_map = {"": torch.device("cpu") if place is None else place}
+            model.hf_device_map = {"": torch.device("cpu") if target_device is None else target_device}
         if not output_loading_info:
             return model
         info: dict[str, Any] = {"missing_keys": set(model.missing_keys), "unexpected_keys": set(model.unexpected_keys)}
@@ -232,16 +232,16 @@ class CheckpointMixin(nn.Module):
             )
             return
         folder = Path(save_directory)
-        given = {name: others.pop(name) for name in _PUSHED if name in others}
-        if given and not push_to_hub:
-            raise ConfigError(f"{next(iter(given))} goes with push_to_hub=True")
+        push_options = {name: others.pop(name) for name in _PUSHED if name in others}
+        if push_options and not push_to_hub:
+            raise ConfigError(f"{next(iter(push_options))} goes with push_to_hub=True")
         weights, entries = self._to_save(self.state_dict() if state_dict is None else state_dict)
         size = sum(t.nbytes for t in weights.values())
         check_saving(safe_serialization, variant, max_shard_size, size, others)
         save(folder, weights, entries)
         copy_tokenizer(self.tokenizer_folder, folder)
         if push_to_hub:
-            push(folder, given.pop("repo_id", folder.name), self.model_card, token=token, **given)
+            push(folder, push_options.pop("repo_id", folder.name), self.model_card, token=token, **push_options)
 
     def _to_save(self, state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """What model.safetensors and config.json hold."""

@@ -191,7 +191,7 @@ class TheirMethods(CheckpointMixin):
         """transformers' function for the loss that this class computes by itself."""
         from transformers.loss.loss_utils import LOSS_MAPPING
 
-        ends = (kind.__name__.rpartition("For")[2] for kind in type(self).__mro__ if "For" in kind.__name__)
+        ends = (cls.__name__.rpartition("For")[2] for cls in type(self).__mro__ if "For" in cls.__name__)
         return next((LOSS_MAPPING[f"For{end}"] for end in ends if f"For{end}" in LOSS_MAPPING), None)
 
     @loss_function.setter

@@ -36,12 +36,12 @@ def _has_transformers() -> bool:
     return importlib.util.find_spec("transformers") is not None
 
 
-def record(model: Any, given: ModelInputs, others: dict[str, Any]) -> dict[str, Any]:
+def record(model: Any, inputs: ModelInputs, others: dict[str, Any]) -> dict[str, Any]:
     """The fields that transformers' model over the weights of `model` gives for these inputs and other arguments."""
     warnings.warn(_SAID, stacklevel=4)
     model.base_model.calls.left("torch.jit.trace, torch.export and ONNX record transformers' own code")
     theirs = hf_model_of(model)
-    padded = given._replace(max_seqlen=None)._asdict()  # it is of packed inputs, which are not recorded so
+    padded = inputs._replace(max_seqlen=None)._asdict()  # it is of packed inputs, which are not recorded so
     arguments = {name: value for name, value in (padded | others).items() if value is not None}
     output = theirs(**arguments, return_dict=True)
     return {name: output[name] for name in output}
@@ -51,17 +51,17 @@ def _new(name: str, model: Any) -> nn.Module:
     """With random weights, on the device of `model`."""
     import transformers
 
-    config, kind, options = model.live_config, getattr(transformers, name), {}
-    if model is model.base_model and "add_pooling_layer" in inspect.signature(kind.__init__).parameters:
+    config, hf_class, options = model.live_config, getattr(transformers, name), {}
+    if model is model.base_model and "add_pooling_layer" in inspect.signature(hf_class.__init__).parameters:
         options["add_pooling_layer"] = model.has_pooler
     with torch.random.fork_rng(devices=[]):
         theirs_config = transformers.CONFIG_MAPPING[config.model_type].from_dict(config.to_dict())
-        return kind(theirs_config, **options).to(model.device)
+        return hf_class(theirs_config, **options).to(model.device)
 
 
 def hf_model_of(model: Any) -> nn.Module:
     """transformers' model of the same config around the leaves of ours, with their tensors, hooks and adapters."""
-    name = next(kind.__name__ for kind in type(model).__mro__ if kind.__module__ == "fastbert.models.classes")
+    name = next(cls.__name__ for cls in type(model).__mro__ if cls.__module__ == "fastbert.models.classes")
     # What records tensors does so in its own thread only: these are to be made, and not recorded.
     with ThreadPoolExecutor(1) as pool:
         theirs = pool.submit(_new, name, model).result().train(model.training)

@@ -31,12 +31,12 @@ Window = tuple[int, int]
 UNLIMITED: Window = (-1, -1)
 
 # out, (total_tokens, num_heads, head_dim): dropout(softmax(q k^T * softmax_scale)) v within each sequence
-# softmax_stats, fp32 (2, num_heads, total_tokens): each query's top q k^T and its sum of
-#   exp(softmax_scale * (q k^T - top)); two numbers, for their log-sum-exp in fp32 loses digits where scores are large
+# softmax_stats, fp32 (2, num_heads, total_tokens): each query's row_max, of q k^T, and row_sum, of
+#   exp(softmax_scale * (q k^T - row_max)); two numbers, for their log-sum-exp in fp32 loses digits of large scores
 #
 # philox is int64 (2,) = [seed, offset] on q's device, read only when dropout_p > 0; softmax_stats is (0, num_heads,
-# total_tokens) unless return_stats. Results are contiguous whatever the strides of q, k and v, and zeros in slack rows.
-# q, k, dq and dk are those before the rotation by cos and sin.
+# total_tokens) unless return_stats. Results are contiguous whatever the strides of q, k and v, and zeros in padding
+# rows. q, k, dq and dk are those before the rotation by cos and sin.
 
 _FORM = (
     "Tensor? window_positions, Tensor? cos, Tensor? sin, float softmax_scale, float dropout_p, int window_left,"
@@ -267,7 +267,7 @@ def attention(
         k, v: (total_tokens, num_kv_heads, head_dim); query head h reads head h // (num_heads // num_kv_heads) of them
             (Ainslie et al. 2023, "GQA", section 2.2).
         cu_seqlens: int32 (batch + 1,), the offsets of the sequences (int64 is converted); rows beyond cu_seqlens[-1]
-            are slack.
+            are padding.
         max_seqlen: an upper bound of the sequence lengths, known on the host.
         softmax_scale: finite; default 1 / sqrt(head_dim).
         dropout_p: probability of dropping an attention probability after the softmax.
@@ -286,7 +286,7 @@ def attention(
         backend: None follows `use_backend`; a name forces that backend for this call.
 
     Returns:
-        (total_tokens, num_heads, head_dim); zeros in slack rows. No sequence sees another, bit for bit.
+        (total_tokens, num_heads, head_dim); zeros in padding rows. No sequence sees another, bit for bit.
 
     Raises:
         ValueError: tensors on two devices, of two dtypes, or of shapes that do not fit; heads of k that do not divide

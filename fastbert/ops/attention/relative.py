@@ -58,11 +58,11 @@ def check_relative(op: str, q: torch.Tensor, k: torch.Tensor, relative: Relative
             " (2 * longest - 1,)"
         )
     tables = {"key": key, "query": query, "bias": bias}
-    given = {name: t for name, t in tables.items() if t is not None}
-    if not given:
+    present = {name: t for name, t in tables.items() if t is not None}
+    if not present:
         raise ValueError(f"{op}: relative has neither key nor query nor bias")
-    num_rows = next(iter(given.values())).shape[0]
-    for name, t in given.items():
+    num_rows = next(iter(present.values())).shape[0]
+    for name, t in present.items():
         shape = (num_rows, num_heads) if name == "bias" else (num_rows, num_heads, head_dim)
         if t.shape != shape:
             expected = "(num_rows, num_heads)" if name == "bias" else "(num_rows, num_heads, head_dim)"

@@ -72,10 +72,10 @@ def _places(positions, cu_seqlens, total_tokens, longest) -> tuple[torch.Tensor,
     first, last = (positions[t.clamp(0, total_tokens - 1)].long() for t in (start, stop - 1))
     lengths = torch.where(stop > start, (last - first + 1).clamp(0, longest), 0)
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    place = positions - first[sequence]
-    known = inside & (place >= 0) & (place < lengths[sequence])
+    slot = positions - first[sequence]
+    known = inside & (slot >= 0) & (slot < lengths[sequence])
     size, token = batch_size * longest, torch.arange(total_tokens, device=cu_seqlens.device)
-    at = torch.where(known, offsets[sequence] + place, size + token)
+    at = torch.where(known, offsets[sequence] + slot, size + token)
     index = cu_seqlens.new_full((size + total_tokens,), -1).index_copy(0, at, token.int())
     return offsets.int(), index[:size]
 
@@ -117,7 +117,7 @@ def attention_relative_triton(
     tile = _tile(q.shape[-1], longest, q.dtype is torch.float32)
     where = _where(relative, cu_seqlens, q.shape[0], tile, cache)
     tensors = (q, k, v, rows, *tables, *where, philox, window_positions)
-    form = RelativeOptions(tile, options.softmax_scale, options.dropout_p, options.window_size)
+    relative_options = RelativeOptions(tile, options.softmax_scale, options.dropout_p, options.window_size)
     if needs_grad(q, k, v, *tables):
-        return Differentiable.apply(_RULE, Backend.TRITON, form, *tensors)
-    return _FWD(*tensors, *form, False)[0]
+        return Differentiable.apply(_RULE, Backend.TRITON, relative_options, *tensors)
+    return _FWD(*tensors, *relative_options, False)[0]

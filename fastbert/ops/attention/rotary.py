@@ -21,7 +21,7 @@ class Rotary(NamedTuple):
 
 
 # q and k rotated by their tokens' positions (cos and sin, fp32 (rows, head_dim // 2), rows in one piece): both
-# contiguous, zeros in slack rows. tiles and tile: as in attention; the rest: as in Rotary.
+# contiguous, zeros in padding rows. tiles and tile: as in attention; the rest: as in Rotary.
 rotary_triton = define_triton(
     "rotary",
     "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor tiles, int tile, bool interleaved=False, bool by_token=False)"

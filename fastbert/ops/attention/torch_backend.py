@@ -212,7 +212,7 @@ def _attention_bucketed(q, k, v, buckets, options, relative: Relative | None):
         return pieces[0]
     if not pieces:
         return _zeros_of_nothing(q.shape, q, k, v, *_tables_of(relative))
-    # Tokens of no bucket (slack rows beyond cu_seqlens[-1]) stay zero. Autocast may lower the dtype.
+    # Tokens of no bucket (padding rows beyond cu_seqlens[-1]) stay zero. Autocast may lower the dtype.
     return pieces[0].new_zeros(q.shape).index_copy(0, torch.cat(order), torch.cat(pieces))
 
 
@@ -262,7 +262,7 @@ def _attention_padded(q, k, v, cu_seqlens, max_seqlen, window_positions, options
 
 
 def _back_to_tokens(out: torch.Tensor, cu_seqlens: torch.Tensor, total_tokens: int) -> torch.Tensor:
-    """(batch, max_seqlen, heads, head_dim) -> (total_tokens, heads, head_dim); zeros for slack rows."""
+    """(batch, max_seqlen, heads, head_dim) -> (total_tokens, heads, head_dim); zeros for padding rows."""
     max_seqlen = out.shape[1]
     sequence, inside = token_sequences(cu_seqlens, total_tokens)
     # Token t of sequence s sits in slot (s, t - start(s)).

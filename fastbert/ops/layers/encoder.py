@@ -1,8 +1,8 @@
 """A whole encoder in one call: embeddings, layers, and one vector a text, for inference.
 
 What it stands for takes 25 operators and a thousand steps of Python for each batch, which are most of a short text's
-time. A fused op: `try_fused("encoder", word, look)`, where `word` is the table of words and `look()` gives
-EncoderOperands. What it answers is called with
+time. A fused op: `try_fused("encoder", word, find_operands)`, where `word` is the table of words and `find_operands()`
+gives EncoderOperands. What it answers is called with
 
     input_ids, token_type_ids (or None), position_ids (or None, and they are counted): int64 (total_tokens,)
     cu_seqlens: int32 (batch + 1,)

@@ -2,10 +2,10 @@
 figure 1). Calling their ops one by one takes a third of a short text's time in inference, and 3 % of a fine-tuning
 step on 32 sentences. encoder_layers_training.py has what has a backward.
 
-Both are fused ops: `try_fused("encoder_layers", x, look)` for inference, `try_fused("encoder_layers_training", x,
-look)`; `look()` gives LayerOperands. What they answer is called with cu_seqlens, int32 (batch + 1,), the offsets of the
-sequences, and where a layer's spec says so, a tuple of Rotary and the positions that windows go by, as in `attention`.
-It returns what x is, (total_tokens, hidden_size).
+Both are fused ops: `try_fused("encoder_layers", x, find_operands)` for inference, and for training
+`try_fused("encoder_layers_training", x, find_operands)`; `find_operands()` gives LayerOperands. What they answer is
+called with cu_seqlens, int32 (batch + 1,), the offsets of the sequences, and where a layer's spec says so, a tuple of
+Rotary and the positions that windows go by, as in `attention`. It returns what x is, (total_tokens, hidden_size).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class LayerOperands(NamedTuple):
     @classmethod
     def of(
         cls,
-        given: Sequence[LayerWeights],
+        layer_weights: Sequence[LayerWeights],
         rotaries: Sequence[RotarySpec] = (),
         final_norm: NormWeights | None = None,
     ) -> LayerOperands:
@@ -90,8 +90,8 @@ class LayerOperands(NamedTuple):
         """
         weights, biases, scales, input_scales, norms, layers = [], [], [], [], [], []
         kinds: dict[LayerNumbers, int] = {}
-        unsupported, activation = None, given[0].spec.feed_forward.activation
-        for layer in given:
+        unsupported, activation = None, layer_weights[0].spec.feed_forward.activation
+        for layer in layer_weights:
             spec, position = layer.spec, layer.spec.attention.rotary
             if len(layer.linears) != len(spec.names.linears):
                 raise ValueError(f"a layer has {len(layer.linears)} Linears, and its spec {len(spec.names.linears)}")
@@ -121,7 +121,7 @@ class LayerOperands(NamedTuple):
             layers.append(kinds[numbers])
         if final_norm is not None:
             norms += [final_norm.weight] if final_norm.bias is None else [final_norm.weight, final_norm.bias]
-            if not given[-1].spec.norm_first:
+            if not layer_weights[-1].spec.norm_first:
                 unsupported = "there is a norm behind post-norm layers"
         return cls(
             weights,
@@ -156,8 +156,8 @@ def _unsupported(spec: LayerSpec) -> str | None:
         return "attention rotates values, too"
     if position is not None and position.dim < attention.head_dim:
         return f"rotary embedding turns {position.dim} of a head's {attention.head_dim} dimensions"
-    if spec.norm.kind not in ("layer", "rms"):
-        return f"norm is {spec.norm.kind!r} (has 'layer' and 'rms')"
+    if spec.norm.type not in ("layer", "rms"):
+        return f"norm is {spec.norm.type!r} (has 'layer' and 'rms')"
     return None
 
 

@@ -1,4 +1,5 @@
-"""Whole layers of any spec in one call, with a backward: a fused op, `try_fused("encoder_layers_training", x, look)`.
+"""Whole layers of any spec in one call, with a backward: a fused op,
+`try_fused("encoder_layers_training", x, find_operands)`.
 
 One call for all layers of MiniLM, and not one for each, takes 2 of a fine-tuning step's 55 ms on 32 sentences: Python,
 autograd and torch's dispatcher work on one core while the other one waits.

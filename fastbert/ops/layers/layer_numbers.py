@@ -63,7 +63,7 @@ class LayerNumbers(NamedTuple):
             spec.merges_qkv,
             spec.feed_forward.gated,
             spec.merges_gate,
-            spec.norm.kind == "rms",
+            spec.norm.type == "rms",
             *bits,
             spec.relative_bits,
             scale,
@@ -99,7 +99,7 @@ class LayerNumbers(NamedTuple):
 
 
 _TYPES = get_type_hints(LayerNumbers)
-NUM_INTS = sum(kind is not float for kind in _TYPES.values())  # how many of each a layer has; the floats come last
+NUM_INTS = sum(each is not float for each in _TYPES.values())  # how many of each a layer has; the floats come last
 NUM_FLOATS = len(_TYPES) - NUM_INTS
 HEADER = Path(__file__).parents[3] / "csrc" / "ops" / "layer_numbers.h"
 
@@ -108,10 +108,10 @@ def header() -> str:
     """The C++ struct with the same fields, and what reads it from the lists."""
     in_cpp = {int: "int64_t", bool: "bool", float: "double"}
     fields, reads = [], []
-    for i, (name, kind) in enumerate(_TYPES.items()):
-        value = f"floats[{i - NUM_INTS}]" if kind is float else f"ints[{i}]" + " != 0" * (kind is bool)
-        fields.append(f"  {in_cpp[kind]} {name};\n")
-        reads.append(f"    made.{name} = {value};\n")
+    for i, (name, field_type) in enumerate(_TYPES.items()):
+        value = f"floats[{i - NUM_INTS}]" if field_type is float else f"ints[{i}]" + " != 0" * (field_type is bool)
+        fields.append(f"  {in_cpp[field_type]} {name};\n")
+        reads.append(f"    numbers.{name} = {value};\n")
     return f"""// Written by fastbert.ops.layers.layer_numbers.write, whose LayerNumbers says what these are.
 #pragma once
 
@@ -125,8 +125,8 @@ struct LayerNumbers {{
 
 {"".join(fields)}
   static LayerNumbers read(const int64_t* ints, const double* floats) {{
-    LayerNumbers made;
-{"".join(reads)}    return made;
+    LayerNumbers numbers;
+{"".join(reads)}    return numbers;
   }}
 }};
 

@@ -1,1 +1,1 @@
-"""Products with a weight: one or several, and the feed-forward half of a layer."""
+"""Products with a weight: one or several, and the feed-forward sublayer."""

@@ -1,4 +1,4 @@
-"""The feed-forward half of a layer: GEMM + bias + activation, then a GEMM (Vaswani et al. 2017, section 3.3), and the
+"""The feed-forward sublayer: GEMM + bias + activation, then a GEMM (Vaswani et al. 2017, section 3.3), and the
 gated one, GeGLU with its relatives (Shazeer 2020, section 2)."""
 
 from __future__ import annotations
@@ -272,8 +272,8 @@ def feed_forward(
     scales = (None,) * products if weight_scales is None else tuple(weight_scales)
     inputs = (None,) * products if input_scales is None else tuple(input_scales)
     if len(scales) != products or len(inputs) != products:
-        found = f"{len(scales)} and {len(inputs)} elements"
-        raise ValueError(f"weight_scales and input_scales have {found}, there are {products} weights")
+        counts = f"{len(scales)} and {len(inputs)} elements"
+        raise ValueError(f"weight_scales and input_scales have {counts}, there are {products} weights")
     gate_scale, up_scale, down_scale = scales if products == 3 else (None, *scales)
     check_devices(
         "feed_forward",

@@ -18,7 +18,7 @@ def pack_only(weight: torch.Tensor, parts: int) -> PackedOnly:
     """What takes the place of a weight that is packed now."""
     # One element, expanded: it has no memory of its own. A number that no weight is, since DLPack asks nobody.
     nothing = weight.new_full((), float("nan") if weight.is_floating_point() else -128)
-    made = torch.Tensor._make_subclass(PackedOnly, nothing.expand(weight.shape))
-    made.packed = _PACK(weight.detach(), parts).as_strided(weight.shape, (1, 0))
-    made._is_param = isinstance(weight, torch.nn.Parameter)  # what torch's isinstance goes by
-    return made
+    stand_in = torch.Tensor._make_subclass(PackedOnly, nothing.expand(weight.shape))
+    stand_in.packed = _PACK(weight.detach(), parts).as_strided(weight.shape, (1, 0))
+    stand_in._is_param = isinstance(weight, torch.nn.Parameter)  # what torch's isinstance goes by
+    return stand_in

@@ -103,8 +103,8 @@ def adamw_deferred(deferred: DeferredRows, *, rows: torch.Tensor | None = None) 
 
 def _supports_cpu(*tensors) -> str | None:
     # By sets of what they have: there are hundreds, and a loop over them took a quarter of a millisecond.
-    for kind in {(t.device, t.dtype, t.layout, type(t)) for t in tensors}:
-        device, dtype, layout, of = kind
+    for traits in {(t.device, t.dtype, t.layout, type(t)) for t in tensors}:
+        device, dtype, layout, of = traits
         if device.type != "cpu":
             return f"tensors are on {device.type}"
         if dtype is not torch.float32 or layout is not torch.strided or of not in _PLAIN:
@@ -214,8 +214,8 @@ def _adamw_torch(weights, gradients, means, squares, steps, rates, decays, beta1
         norm = torch.nn.utils.get_total_norm(gradients)
         gradients = torch._foreach_mul(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     groups = dict[tuple[float, float], list[int]]()
-    for i, kind in enumerate(zip(rates, decays, strict=True)):
-        groups.setdefault(kind, []).append(i)
+    for i, rate_and_decay in enumerate(zip(rates, decays, strict=True)):
+        groups.setdefault(rate_and_decay, []).append(i)
     for (rate, decay), members in groups.items():
         torch_adamw(
             *([of[i] for i in members] for of in (weights, gradients, means, squares)),

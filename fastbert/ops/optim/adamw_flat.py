@@ -54,9 +54,9 @@ class FlatState:
         blocks = (sizes + BLOCK - 1) // BLOCK
         self.first = torch.cat([blocks.new_zeros(1), blocks.cumsum(0)]).mul(BLOCK).tolist()
         of = torch.repeat_interleave(blocks)  # the weight of each block
-        place = torch.arange(len(of)) - torch.tensor(self.first)[of] // BLOCK  # within its weight
-        self.addresses = (torch.tensor(self._addresses)[of] + 4 * BLOCK * place).to(device)
-        self.counts = (sizes[of] - BLOCK * place).clamp(max=BLOCK).int().to(device)
+        block_index = torch.arange(len(of)) - torch.tensor(self.first)[of] // BLOCK  # within its weight
+        self.addresses = (torch.tensor(self._addresses)[of] + 4 * BLOCK * block_index).to(device)
+        self.counts = (sizes[of] - BLOCK * block_index).clamp(max=BLOCK).int().to(device)
         self.groups = torch.tensor(list(groups), dtype=torch.int32)[of].to(device)
         self.num_groups = 1 + max(groups)
         self.gradients = torch.zeros(self.first[-1], device=device)

@@ -1,4 +1,4 @@
-"""What a TokenClassifier and a QuestionAnswerer share: a folder that was fine-tuned, and windows of its own."""
+"""What a TokenClassifier and a QuestionAnswerer share: a folder that was fine-tuned, and chunks of its own."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 from tokenizers import Tokenizer
 
+from fastbert.data.chunks import Cutter, Windows
 from fastbert.data.sentence_folder import FolderSettings
 from fastbert.data.usage import Usage, read_usage
-from fastbert.data.windows import Cutter, Windows
 from fastbert.errors import ConfigError, InputError
 from fastbert.models.base import PreTrainedModel
 from fastbert.sentences.documents import cutter_of
@@ -55,7 +55,7 @@ class SpanModel(TextModel):
 
     @staticmethod
     def length_of(model: PreTrainedModel, usage: Usage) -> int:
-        """Tokens of a window."""
+        """Tokens of a chunk."""
         return usage.max_length or position_limit(model)
 
     def own_windows(self) -> Windows:
@@ -63,7 +63,7 @@ class SpanModel(TextModel):
         return replace(self.usage.own_windows, length=None)
 
     def cutter(self, windows: Windows | None = None) -> Cutter:
-        """By these windows, or else by its own. Raises InputError."""
+        """By these chunks, or else by its own. Raises InputError."""
         windows = windows or self.windows or Windows()
         if windows.pool not in (None, "first"):
             raise InputError(f"pool of windows is {windows.pool!r}, and spans have only 'first': the begin of a text")

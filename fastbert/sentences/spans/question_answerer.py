@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
+from fastbert.data.chunks import TokenChunks, Windows
+from fastbert.data.chunks.answers import AnswerAggregate, Answers, answers_job
+from fastbert.data.chunks.job import ChunkJob
 from fastbert.data.tokenized import CHUNK_INPUTS
 from fastbert.data.usage import Usage
-from fastbert.data.windows import TokenWindows, Windows
-from fastbert.data.windows.answers import AnswerAggregate, Answers, answers_job
-from fastbert.data.windows.job import WindowJob
 from fastbert.errors import ConfigError, InputError
 from fastbert.models.auto import AutoModelForQuestionAnswering
 from fastbert.models.base import PreTrainedModel
@@ -26,7 +26,7 @@ from fastbert.sentences.text_model import InferenceOptions, position_limit
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-MAX_LENGTH = 384  # of windows, as in BERT's own evaluation
+MAX_LENGTH = 384  # of chunks, as in BERT's own evaluation
 
 
 class QuestionAnswerer(SpanModel):
@@ -39,8 +39,8 @@ class QuestionAnswerer(SpanModel):
     def __init__(self, model_name_or_path: str | os.PathLike[str], **options: Unpack[LoadArguments]):
         """From the folder or hub id of a model for question answering; the rest as for a Reranker.
 
-        A folder that `fastbert finetune` made has the length of its training's windows, their overlap, and whether
-        there were questions without an answer. Others have windows of 384 tokens, and always an answer.
+        A folder that `fastbert finetune` made has the length of its training's chunks, their overlap, and whether
+        there were questions without an answer. Others have chunks of 384 tokens, and always an answer.
         """
         self._load(AutoModelForQuestionAnswering, model_name_or_path, options)
 
@@ -59,7 +59,7 @@ class QuestionAnswerer(SpanModel):
         return usage.max_length or min(MAX_LENGTH, position_limit(model))
 
     def room_of(self, length: int) -> int:
-        """Tokens of a window that are for the text whatever the question: half of them. The end of a longer question is
+        """Tokens of a chunk that are for the text whatever the question: half of them. The end of a longer question is
         left out.
         """
         return (length - self.tokenizer.num_special_tokens_to_add(True)) // 2
@@ -78,14 +78,14 @@ class QuestionAnswerer(SpanModel):
         end (characters of the text). No answer: "", at 0.
 
         Args:
-            inputs: a pair of a question and a text, or many. A question has at most half of a window.
+            inputs: a pair of a question and a text, or many. A question has at most half of a chunk.
             show_progress_bar, batch_tokens: as of a Reranker.
             windows: how texts are cut that are longer than the model takes beside the question. None: `self.windows`.
-                A text of which only the begin is to be read has Windows(pool="first").
-            aggregate: by what the answers of a text's windows are compared: "logits", the sum of those of its ends, as
-                in BERT's own evaluation: a window in which the answer is not has lower ones; or "probabilities", as
-                in transformers' pipeline, of which every window has the same sum (Clark & Gardner 2018, section 3).
-            no_answer: whether there may be none: where each window says so with more than the best answer has. None:
+                A text of which only the begin is to be read has Chunks(pool="first").
+            aggregate: by what the answers of a text's chunks are compared: "logits", the sum of those of its ends, as
+                in BERT's own evaluation: a chunk in which the answer is not has lower ones; or "probabilities", as
+                in transformers' pipeline, of which every chunk has the same sum (Clark & Gardner 2018, section 3).
+            no_answer: whether there may be none: where each chunk says so with more than the best answer has. None:
                 as the folder was trained.
 
         Raises:
@@ -94,13 +94,13 @@ class QuestionAnswerer(SpanModel):
         """
         pairs, one = check_pairs(inputs)
         budget = InferenceOptions(batch_tokens=batch_tokens).batch_tokens
-        found: list[dict[str, Any]] = []
+        answers: list[dict[str, Any]] = []
         with progress_bar(None, show_progress_bar, unit=" tokens", unit_scale=True, desc="answering") as bar:
             for chunk in in_chunks(pairs, CHUNK_INPUTS):
                 job = self.answers_job(chunk, windows, aggregate, no_answer)
                 columns = job.run(self.device, budget, on_tokens=bar.update)
-                found += [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        return found[0] if one else found
+                answers += [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        return answers[0] if one else answers
 
     def answers_job(
         self,
@@ -108,7 +108,7 @@ class QuestionAnswerer(SpanModel):
         windows: Windows | None = None,
         aggregate: AnswerAggregate = "logits",
         no_answer: bool | None = None,
-    ) -> WindowJob[Answers]:
+    ) -> ChunkJob[Answers]:
         """What gives the answers of checked pairs, in columns. Raises InputError."""
         if aggregate not in get_args(AnswerAggregate):
             raise InputError(f"unknown aggregate {aggregate!r}; there are {', '.join(get_args(AnswerAggregate))}")
@@ -116,8 +116,8 @@ class QuestionAnswerer(SpanModel):
         contexts = [context for _, context in pairs]
         return answers_job(self.model, self.cut(pairs, windows), contexts, no_answer=may_be_none, aggregate=aggregate)
 
-    def cut(self, pairs: Sequence[tuple[str, str]], windows: Windows | None = None) -> TokenWindows:
-        """The windows of texts, each with its question before it. Raises InputError."""
+    def cut(self, pairs: Sequence[tuple[str, str]], windows: Windows | None = None) -> TokenChunks:
+        """The chunks of texts, each with its question before it. Raises InputError."""
         cutter = self.cutter(windows)
         limit = cutter.length - self.tokenizer.num_special_tokens_to_add(True) - self.room_of(cutter.length)
         questions = list(dict.fromkeys(question for question, _ in pairs))

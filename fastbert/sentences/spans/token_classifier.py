@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
+from fastbert.data.chunks import Windows
+from fastbert.data.chunks.job import ChunkJob
+from fastbert.data.chunks.words import WordAggregate, Words, words_of
 from fastbert.data.tokenized import CHUNK_INPUTS
-from fastbert.data.windows import Windows
-from fastbert.data.windows.job import WindowJob
-from fastbert.data.windows.words import WordAggregate, Words, words_of
 from fastbert.errors import ConfigError, InputError
 from fastbert.messages import absent, install
 from fastbert.models.auto import AutoModelForTokenClassification
@@ -37,7 +37,7 @@ class TokenClassifier(SpanModel):
     def __init__(self, model_name_or_path: str | os.PathLike[str], **options: Unpack[LoadArguments]):
         """From the folder or hub id of a model for token classification; the rest as for a Reranker.
 
-        A folder that `fastbert finetune` made has the length of its training's windows, and their overlap. Raises
+        A folder that `fastbert finetune` made has the length of its training's chunks, and their overlap. Raises
         ConfigError where seqeval is not installed, too.
         """
         if missing := absent("seqeval"):
@@ -65,8 +65,8 @@ class TokenClassifier(SpanModel):
                 `end` are then of the words with a blank between two.
             show_progress_bar, batch_tokens: as of a Reranker.
             windows: how texts are cut that are longer than the model takes. None: `self.windows`. A text of which only
-                the begin is to be read has Windows(pool="first").
-            aggregate: which of the windows that a word is in speak for it. "core": the one in which it is farthest from
+                the begin is to be read has Chunks(pool="first").
+            aggregate: which of the chunks that a word is in speak for it. "core": the one in which it is farthest from
                 a cut, which has seen most of what stands around it; or the mean of all of them: of their "logits", of
                 their "probabilities", or of the "vectors" that go into the head.
 
@@ -74,15 +74,15 @@ class TokenClassifier(SpanModel):
             TypeError: an input is no text. InputError: it is not valid Unicode, or an option is out of bounds.
         """
         listed, budget = _check_inputs(inputs), InferenceOptions(batch_tokens=batch_tokens).batch_tokens
-        found: Entities = []
+        entities: Entities = []
         with progress_bar(None, show_progress_bar, unit=" tokens", unit_scale=True, desc="tagging") as bar:
             for chunk in in_chunks(listed, CHUNK_INPUTS):
-                found += self.entities_job(chunk, windows, aggregate).run(self.device, budget, on_tokens=bar.update)
-        return found[0] if isinstance(inputs, str) else found
+                entities += self.entities_job(chunk, windows, aggregate).run(self.device, budget, on_tokens=bar.update)
+        return entities[0] if isinstance(inputs, str) else entities
 
     def entities_job(
         self, inputs: Sequence[str | Sequence[str]], windows: Windows | None = None, aggregate: WordAggregate = "core"
-    ) -> WindowJob[Entities]:
+    ) -> ChunkJob[Entities]:
         """What gives the entities of checked inputs. Raises InputError."""
         words = self.words(inputs, windows, aggregate)
         return words.job(self.model, aggregate).then(lambda scores: words.entities(scores, self.labels))
@@ -100,8 +100,8 @@ class TokenClassifier(SpanModel):
         places = [words_of(one) if isinstance(one, str) else _side_by_side(one) for one in inputs]
         counts = np.fromiter(map(len, places), np.int64, len(places))
         spans = np.array([span for one in places for span in one], np.int64).reshape(-1, 2)
-        made = self.cutter(windows).cut(texts)
-        return Words(made, texts, spans[:, 0], spans[:, 1], counts, everywhere=aggregate != "core")
+        chunks = self.cutter(windows).cut(texts)
+        return Words(chunks, texts, spans[:, 0], spans[:, 1], counts, everywhere=aggregate != "core")
 
 
 def _check_inputs(inputs: Any) -> list[str | Sequence[str]]:

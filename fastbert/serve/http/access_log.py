@@ -17,34 +17,34 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 ID = b"x-request-id"
-_GIVEN = re.compile(rb"[\w.:-]{1,128}")  # of a proxy, or of a client: nothing that could be another line
+_VALID_ID = re.compile(rb"[\w.:-]{1,128}")  # of a proxy, or of a client: nothing that could be another line
 
 AccessLog = Literal["text", "json"]
 
 
 def id_of(scope: Mapping[str, Any]) -> str:
     """The request's own, or a new one."""
-    given = next((value for name, value in scope["headers"] if name == ID), b"")
-    return given.decode() if _GIVEN.fullmatch(given) else uuid.uuid4().hex
+    own_id = next((value for name, value in scope["headers"] if name == ID), b"")
+    return own_id.decode() if _VALID_ID.fullmatch(own_id) else uuid.uuid4().hex
 
 
 def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
-def lost(form: AccessLog | None, count: int) -> str:
+def lost(log_format: AccessLog | None, count: int) -> str:
     """The line that stands for `count` others that were not read in time."""
-    return json.dumps({"time": now(), "lost": count}) if form == "json" else f"{now()} lost {count}"
+    return json.dumps({"time": now(), "lost": count}) if log_format == "json" else f"{now()} lost {count}"
 
 
 class RequestLog:
-    """Writes a line for each request if `form` is given, else for those with a status of 400 or more.
+    """Writes a line for each request if `log_format` is given, else for those with a status of 400 or more.
 
     The client gets the line's id in the header x-request-id, which may be its own. `write(line)` must not raise.
     """
 
-    def __init__(self, app: Any, form: AccessLog | None, write: Callable[[str], None]):
-        self.app, self.form, self.write = app, form, write
+    def __init__(self, app: Any, log_format: AccessLog | None, write: Callable[[str], None]):
+        self.app, self.log_format, self.write = app, log_format, write
 
     async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -66,14 +66,14 @@ class RequestLog:
         try:
             await self.app(scope, receive, noted)
         finally:
-            if self.form is not None or status >= 400:
+            if self.log_format is not None or status >= 400:
                 seconds = time.perf_counter() - began
                 self.write(self._line(scope, own, status, sent, seconds, told))
 
-    def refused(self, scope: dict, kind: str, message: str) -> Response:
+    def refused(self, scope: dict, error_type: str, message: str) -> Response:
         """The answer to what is refused before it is handed on, when its line has been written."""
         told: dict[str, str] = {}
-        answer = error_response({**scope, TOLD: told}, kind, message)
+        answer = error_response({**scope, TOLD: told}, error_type, message)
         answer.headers[ID.decode()] = own = id_of(scope)
         self.write(self._line(scope, own, answer.status_code, len(answer.body), 0.0, told))
         return answer
@@ -91,6 +91,6 @@ class RequestLog:
             "seconds": round(seconds, 6),
             **told,
         }
-        if self.form == "json":
+        if self.log_format == "json":
             return json.dumps(fields)
         return " ".join(json.dumps(value) if name == "error" else str(value) for name, value in fields.items())

@@ -174,7 +174,7 @@ class Bounded(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         self.refuse("http", msg)
 
-    def refuse(self, kind: str, message: str) -> None:
+    def refuse(self, error_type: str, message: str) -> None:
         """What is known of the request is what has come of it."""
         self.bounds.spare.pop(self, None)
         self.drop_requests()
@@ -182,7 +182,7 @@ class Bounded(HttpToolsProtocol):
         if self.transport.is_closing():  # it has its answer
             return
         scope = {"client": self.client, "method": "-", "path": "-", "headers": (), **(self.scope or {})}
-        answer = self.bounds.log.refused(scope, kind, message)
+        answer = self.bounds.log.refused(scope, error_type, message)
         headers = [*self.server_state.default_headers, *answer.raw_headers, (b"connection", b"close")]
         head = b"".join(b"%s: %s\r\n" % header for header in headers)
         self.transport.write(STATUS_LINE[answer.status_code] + head + b"\r\n" + bytes(answer.body))

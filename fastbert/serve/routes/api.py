@@ -29,9 +29,9 @@ class ApiRoutes:
         self.check_model(asked.model)
         width = self.server.width(asked.dimensions)
         self.server.limits.check_count("input", asked.input, API_INPUTS, width)
-        made = await self.server.tokenized("input", asked.input, self.server.prompt(None), limit=API_INPUTS)
-        vectors = finished(np.stack(await self.server.compute(made)), asked.dimensions, True)
-        rows, tokens = encoded(vectors, asked.encoding_format), sum(made.lengths)
+        prepared = await self.server.tokenized("input", asked.input, self.server.prompt(None), limit=API_INPUTS)
+        vectors = finished(np.stack(await self.server.compute(prepared)), asked.dimensions, True)
+        rows, tokens = encoded(vectors, asked.encoding_format), sum(prepared.lengths)
         return {
             "object": "list",
             "data": [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)],
@@ -43,14 +43,14 @@ class ApiRoutes:
         """In the form of Jina and Cohere."""
         self.check_model(asked.model)
         pairs = [(asked.query, text) for text in asked.documents]
-        made = await self.server.tokenized("documents", pairs, limit=API_INPUTS)
-        logits = np.stack(await self.server.compute(made))
-        found = []
+        prepared = await self.server.tokenized("documents", pairs, limit=API_INPUTS)
+        logits = np.stack(await self.server.compute(prepared))
+        results = []
         for one in ranking(self.server.engine, logits, False, None)[: asked.top_n]:
             text = {"document": {"text": asked.documents[one["index"]]}} if asked.return_documents else {}
-            found.append({"index": one["index"], "relevance_score": one["score"], **text})
-        usage = {"prompt_tokens": sum(made.lengths), "total_tokens": sum(made.lengths)}
-        return {"id": str(uuid.uuid4()), "model": self.server.engine.name, "results": found, "usage": usage}
+            results.append({"index": one["index"], "relevance_score": one["score"], **text})
+        usage = {"prompt_tokens": sum(prepared.lengths), "total_tokens": sum(prepared.lengths)}
+        return {"id": str(uuid.uuid4()), "model": self.server.engine.name, "results": results, "usage": usage}
 
     async def models(self, request: Request) -> Response:
         return await as_json({"object": "list", "data": [self._as_model()]})

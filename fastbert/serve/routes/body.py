@@ -23,10 +23,10 @@ def read_json(scope: MutableMapping[str, Any]) -> dict[str, Any]:
     coding = headers.get(b"content-encoding", b"identity").decode("latin-1")
     if coding.lower() != "identity":
         raise RequestError("media", f"content-encoding is {coding!r}; a body is taken as it is, not compressed")
-    given = headers.get(b"content-type", b"").decode("latin-1")
-    kind, _, parameters = given.partition(";")
-    if kind.strip().lower() != JSON and (given or b"origin" in headers):
-        raise RequestError("media", f"content-type is {given!r}; it must be {JSON}")
+    content_type = headers.get(b"content-type", b"").decode("latin-1")
+    media_type, _, parameters = content_type.partition(";")
+    if media_type.strip().lower() != JSON and (content_type or b"origin" in headers):
+        raise RequestError("media", f"content-type is {content_type!r}; it must be {JSON}")
     charset = parameters.lower().partition("charset=")[2].strip(' "')
     body: bytes = scope[BODY]
     if charset not in ("", "utf-8", "utf8") or body[:2] in _NOT_UTF8 or b"\0" in body[:2]:
@@ -36,7 +36,7 @@ def read_json(scope: MutableMapping[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         raise RequestError("json", f"the body is not JSON: {_told(body, error)}") from None
     if not isinstance(content, dict):
-        raise RequestError("validation", f"the body is {json_text.kind(content)}; it must be an object")
+        raise RequestError("validation", f"the body is {json_text.json_type(content)}; it must be an object")
     return content
 
 

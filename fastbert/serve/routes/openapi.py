@@ -11,7 +11,7 @@ from fastbert.serve.request_errors import API, STATUS, status_at
 from fastbert.serve.schemas import BOOL, NUMBER, TEXT, WHOLE, Request, Schema, array, either, json_schema, record
 from fastbert.version import __version__
 
-EVERY_KIND = ("embedding", "sparse", "reranker", "classifier", "token-classifier", "question-answerer")
+MODEL_TYPES = ("embedding", "sparse", "reranker", "classifier", "token-classifier", "question-answerer")
 NULL: Schema = {"type": "null"}
 REAL = either(NUMBER, NULL)  # null: not finite
 VECTOR = array(REAL)
@@ -19,16 +19,16 @@ CODED = either(VECTOR, TEXT)  # text: base64
 NUMBERS = VECTOR
 VECTORS, TOKEN_VECTORS = array(CODED), array(array(VECTOR))
 SPARSE = array(array(record(index=WHOLE, value=NUMBER)))
-PLACE: dict[str, Any] = {"start": WHOLE, "end": WHOLE}
-RANKING = array(record(("text", "start", "end"), index=WHOLE, text=TEXT, score=REAL, **PLACE))
+OFFSETS: dict[str, Any] = {"start": WHOLE, "end": WHOLE}
+RANKING = array(record(("text", "start", "end"), index=WHOLE, text=TEXT, score=REAL, **OFFSETS))
 LABEL = record(label=TEXT, score=REAL)
 LABELS = either(array(LABEL), array(array(LABEL)))
-SPAN: dict[str, Any] = {"score": REAL, **PLACE}
+SPAN: dict[str, Any] = {"score": REAL, **OFFSETS}
 ENTITY = either(record(label=TEXT, text=TEXT, **SPAN), record(entity_group=TEXT, word=TEXT, **SPAN))
 ENTITIES = either(array(array(ENTITY)), array(ENTITY))
 ANSWER = record(answer=TEXT, **SPAN)
 ANSWERS = either(ANSWER, array(ANSWER))
-CHUNKS = array(array(record(("text",), text=TEXT, embedding=VECTOR, **PLACE)))
+CHUNKS = array(array(record(("text",), text=TEXT, embedding=VECTOR, **OFFSETS)))
 USAGE = record(prompt_tokens=WHOLE, total_tokens=WHOLE)
 OPENAI = record(
     object={"const": "list"},
@@ -54,7 +54,7 @@ class Route(NamedTuple):
     """One that takes POST: what kinds of models have it, what is asked for, and the schema of what it answers."""
 
     path: str
-    kinds: tuple[str, ...]
+    model_types: tuple[str, ...]
     handle: Callable[[Any], Awaitable[Any]]
     request: type[Request]
     answer: Schema
@@ -66,13 +66,13 @@ def document(engine: Engine, limits: Any, routes: list[Route], has_key: bool, ap
     for route in routes:
         is_api = route.path.startswith(API)
         inputs = api_inputs if is_api else limits.max_client_batch_size
-        kinds = (*OF_A_POST, *(["not_found"] if is_api else []), *(["unauthorized"] if has_key else []))
+        error_types = (*OF_A_POST, *(["not_found"] if is_api else []), *(["unauthorized"] if has_key else []))
         asked = _filled(json_schema(route.request), _bounds(engine, inputs))
         paths[route.path] = {
             "post": {
                 "operationId": route.path.translate(_ID).strip("_"),
                 "requestBody": {"required": True, "content": {"application/json": {"schema": asked}}},
-                "responses": {**_said(route.answer), **_errors(route.path, kinds)},
+                "responses": {**_said(route.answer), **_errors(route.path, error_types)},
             }
         }
     key = ("unauthorized",) if has_key else ()
@@ -90,13 +90,13 @@ def document(engine: Engine, limits: Any, routes: list[Route], has_key: bool, ap
     paths["/v1/models/{name}"]["get"]["parameters"] = [
         {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "enum": [engine.name]}}
     ]
-    made: Schema = {"openapi": "3.1.0", "info": {"title": "fastbert", "version": __version__}, "paths": paths}
+    spec: Schema = {"openapi": "3.1.0", "info": {"title": "fastbert", "version": __version__}, "paths": paths}
     if has_key:
-        made["components"] = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
-        made["security"] = [{"key": []}]
+        spec["components"] = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
+        spec["security"] = [{"key": []}]
         for path in ("/health", "/live", "/metrics"):
             paths[path]["get"]["security"] = []
-    return made
+    return spec
 
 
 def _bounds(engine: Engine, inputs: int) -> dict[str, Any]:
@@ -122,16 +122,16 @@ def _said(schema: Schema, media: str = "application/json") -> dict[str, Any]:
     return {"200": {"description": "the answer", "content": {media: {"schema": schema}}}}
 
 
-def _errors(path: str, kinds: tuple[str, ...]) -> dict[str, Any]:
-    form = record(error=TEXT, error_type=TEXT)
+def _errors(path: str, error_types: tuple[str, ...]) -> dict[str, Any]:
+    schema = record(error=TEXT, error_type=TEXT)
     if path.startswith(API):
         one = record(message=TEXT, type=TEXT, param=either(TEXT, NULL), code=TEXT)
-        form = record(error=one)
-    statuses = sorted({status_at(path, STATUS[kind]) for kind in kinds})
+        schema = record(error=one)
+    statuses = sorted({status_at(path, STATUS[error_type]) for error_type in error_types})
     return {
         str(status): {
             "description": HTTPStatus(status).phrase,
-            "content": {"application/json": {"schema": form}},
+            "content": {"application/json": {"schema": schema}},
         }
         for status in statuses
     }

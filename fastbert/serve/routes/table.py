@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fastbert.serve import schemas
 from fastbert.serve.routes import openapi
 from fastbert.serve.routes.api import ApiRoutes
-from fastbert.serve.routes.openapi import EVERY_KIND, Route
+from fastbert.serve.routes.openapi import MODEL_TYPES, Route
 from fastbert.serve.routes.tokens import TokenRoutes
 
 if TYPE_CHECKING:
@@ -30,6 +30,6 @@ def routes_of(server: Server, api: ApiRoutes) -> list[Route]:
         Route("/similarity", ("embedding",), server.similarity, schemas.SimilarityRequest, openapi.NUMBERS),
         Route("/chunks", ("embedding",), server.chunks, schemas.ChunksRequest, openapi.CHUNKS),
         Route("/embed_all", ("embedding",), tokens.embed_all, schemas.TokensRequest, openapi.TOKEN_VECTORS),
-        Route("/tokenize", EVERY_KIND, tokens.tokenize, schemas.TokenizeRequest, openapi.TOKENS),
-        Route("/decode", EVERY_KIND, tokens.decode, schemas.DecodeRequest, openapi.DECODED),
+        Route("/tokenize", MODEL_TYPES, tokens.tokenize, schemas.TokenizeRequest, openapi.TOKENS),
+        Route("/decode", MODEL_TYPES, tokens.decode, schemas.DecodeRequest, openapi.DECODED),
     ]

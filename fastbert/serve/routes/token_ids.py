@@ -26,11 +26,11 @@ def side_of(tokenizer: Tokenizer) -> str:
 
 def cutting_at(engine: Engine, side: str) -> Engine:
     """The same model, which cuts texts at `side`, "left" or "right"."""
-    found, model = copy.copy(engine), copy.copy(engine.model)
+    copied, model = copy.copy(engine), copy.copy(engine.model)
     model.tokenizer = uncut(engine.model.tokenizer)
     model.tokenizer.enable_truncation(model.max_seq_length, direction=side)
-    found.model = model
-    return found
+    copied.model = model
+    return copied
 
 
 def check_ids(field: str, rows: list[list[int]], words: int) -> None:
@@ -52,7 +52,7 @@ def sequences_of_ids(model: TextModel, rows: list[list[int]], prompt: str) -> tu
     said = model.tokenizer.encode(prompt.rstrip(), add_special_tokens=False).ids if prompt else []
     room = model.max_seq_length - template.added
     is_left = side_of(model.tokenizer) == "left"
-    found: list[Any] = []
+    sequences: list[Any] = []
     cut = None
     for i, row in enumerate(rows):
         if template.added and row[: len(before)] == before and row[len(row) - len(after) :] == after:
@@ -62,8 +62,8 @@ def sequences_of_ids(model: TextModel, rows: list[list[int]], prompt: str) -> tu
             cut = i if cut is None else cut
             row = row[-room:] if is_left else row[:room]
         ids, types = template.around(np.array(row, np.int64))
-        found.append({"input_ids": ids, **({"token_type_ids": types} if model.has_types else {})})
-    return found, [len(one["input_ids"]) for one in found], cut
+        sequences.append({"input_ids": ids, **({"token_type_ids": types} if model.has_types else {})})
+    return sequences, [len(one["input_ids"]) for one in sequences], cut
 
 
 def tokens_of(
@@ -73,15 +73,17 @@ def tokens_of(
 
     `check(tokens)` raises where there are too many; the tokenizer cuts what are too many in one text.
     """
-    found, tokens = [], 0
+    per_text, tokens = [], 0
     for text in texts:
         part = as_far_as_needed(tokenizer, text)
-        (made,) = tokenizer.encode_batch([part], add_special_tokens=with_special)  # `encode` holds other threads up
-        tokens += len(made) + sum(map(len, made.overflowing))
+        (encoding,) = tokenizer.encode_batch([part], add_special_tokens=with_special)  # `encode` holds other threads up
+        tokens += len(encoding) + sum(map(len, encoding.overflowing))
         check(tokens)
         rows: list[dict[str, Any]] = []
-        for one, token, mask, (a, b) in zip(made.ids, made.tokens, made.special_tokens_mask, made.offsets, strict=True):
-            place = (token, None, None) if mask else (text[a:b], a, b)
-            rows.append({"id": one, "special": bool(mask), **dict(zip(("text", "start", "stop"), place, strict=True))})
-        found.append(rows)
-    return found
+        for one, token, mask, (a, b) in zip(
+            encoding.ids, encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True
+        ):
+            span = (token, None, None) if mask else (text[a:b], a, b)
+            rows.append({"id": one, "special": bool(mask), **dict(zip(("text", "start", "stop"), span, strict=True))})
+        per_text.append(rows)
+    return per_text

@@ -13,30 +13,30 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from fastbert.data.chunks.job import ChunkJob, on_host
 from fastbert.data.long_texts.pieces import uncut
 from fastbert.data.tokenized import Tokenized
-from fastbert.data.windows.job import WindowJob, on_host
 from fastbert.serve import schemas
-from fastbert.serve.engine import WindowSequence
+from fastbert.serve.engine import ChunkSequence
 from fastbert.serve.routes.token_ids import check_ids, tokens_of
 
 if TYPE_CHECKING:
     from fastbert.serve.app import Server
 
 
-def states_job(model: Any, sequences: list[dict[str, np.ndarray]]) -> WindowJob[Any]:
+def states_job(model: Any, sequences: list[dict[str, np.ndarray]]) -> ChunkJob[Any]:
     """What gives the last hidden state of each token: float32 (tokens, hidden_size) of each sequence."""
     ids = [one["input_ids"] for one in sequences]
     types = [one["token_type_ids"] for one in sequences] if "token_type_ids" in sequences[0] else None
     offsets = np.cumsum([0, *map(len, ids)])
-    made: Any = Tokenized(
+    tokenized: Any = Tokenized(
         np.concatenate(ids), None if types is None else np.concatenate(types), offsets, np.arange(len(ids))
     )
 
     def reduce(packed: torch.Tensor, places: np.ndarray) -> list[np.ndarray]:
-        return np.split(on_host(packed), np.cumsum(made.lengths[places])[:-1])
+        return np.split(on_host(packed), np.cumsum(tokenized.lengths[places])[:-1])
 
-    return WindowJob(made, model.model.last_hidden_state, reduce, list)
+    return ChunkJob(tokenized, model.model.last_hidden_state, reduce, list)
 
 
 def weights_of(rows: list[np.ndarray], check: Callable[[int], None]) -> list[list[dict[str, Any]]]:
@@ -58,9 +58,9 @@ class TokenRoutes:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Which cuts what is more than a request may have."""
-        made = uncut(self.server.engine.model.tokenizer)
-        made.enable_truncation(self.server.limits.max_request_tokens)
-        return made
+        bounded = uncut(self.server.engine.model.tokenizer)
+        bounded.enable_truncation(self.server.limits.max_request_tokens)
+        return bounded
 
     async def tokenize(self, asked: schemas.TokenizeRequest) -> Any:
         began, server = time.perf_counter(), self.server
@@ -83,14 +83,16 @@ class TokenRoutes:
     async def embed_all(self, asked: schemas.TokensRequest) -> Any:
         """A vector for each token of each input."""
         server = self.server
-        made = await server.tokenized("inputs", asked.inputs, server.prompt(asked.prompt_name), asked)
-        server.limits.check_numbers("inputs", sum(made.lengths), server.engine.model.model.config.hidden_size)
-        job = states_job(server.engine.model, made.sequences)
-        return await server.compute(replace(made, sequences=[WindowSequence(job, i) for i in range(len(made.lengths))]))
+        prepared = await server.tokenized("inputs", asked.inputs, server.prompt(asked.prompt_name), asked)
+        server.limits.check_numbers("inputs", sum(prepared.lengths), server.engine.model.model.config.hidden_size)
+        job = states_job(server.engine.model, prepared.sequences)
+        return await server.compute(
+            replace(prepared, sequences=[ChunkSequence(job, i) for i in range(len(prepared.lengths))])
+        )
 
     async def embed_sparse(self, asked: schemas.TokensRequest) -> Any:
         """Of each input the words of the vocabulary that have a weight."""
         server = self.server
-        made = await server.tokenized("inputs", asked.inputs, server.prompt(asked.prompt_name), asked)
-        rows = await server.compute(made)
+        prepared = await server.tokenized("inputs", asked.inputs, server.prompt(asked.prompt_name), asked)
+        rows = await server.compute(prepared)
         return await asyncio.to_thread(weights_of, rows, partial(server.limits.check_weights, "inputs"))

@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 
 from fastbert.checkpoint.tokenizer_files import gives_types
 from fastbert.checkpoint.weight_files import some
+from fastbert.data.chunks import Windows
 from fastbert.data.sentence_folder import FolderSettings, TransformerSettings, transformer_folder, transformer_settings
 from fastbert.data.tokenization import load_cutting_tokenizer
-from fastbert.data.windows import Windows
 from fastbert.errors import CheckpointError, ConfigError, InputError
 from fastbert.hub import resolve
 from fastbert.models.base import PreTrainedModel
@@ -43,9 +43,9 @@ def load_base(
         model = auto.from_pretrained(folder, dtype=torch.float32, ignore_mismatched_sizes=True, **config)
     model.name_or_path = model.config.name_or_path = options.model
     if model.mismatched_keys:
-        key, found, asked = model.mismatched_keys[0]
+        key, stored, asked = model.mismatched_keys[0]
         raise ConfigError(
-            f"{options.model} has {key} for {found[0]} labels, and the data have {asked[0]}: start from a checkpoint"
+            f"{options.model} has {key} for {stored[0]} labels, and the data have {asked[0]}: start from a checkpoint"
             " without a head, or with the same labels"
         )
     inner = f"{model.family.prefix}."
@@ -70,7 +70,7 @@ def settings_of(folder: Path) -> FolderSettings:
 
 
 def check_stride(model: TextModel, windows: Windows) -> None:
-    """Raises ConfigError: windows would overlap by more than they have room for."""
+    """Raises ConfigError: chunks would overlap by more than they have room for."""
     try:
         cutter_of(model, windows)
     except InputError as error:

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from fastbert.checkpoint.pretrained import read_config
+from fastbert.data.chunks import TokenChunks
 from fastbert.data.tokenized import CHUNK_INPUTS, Tokenized, run_batches
 from fastbert.data.usage import Usage
-from fastbert.data.windows import TokenWindows
 from fastbert.errors import ConfigError
 from fastbert.models.auto import AutoModelForSequenceClassification
 from fastbert.packed_inputs import PackedInputs
@@ -65,17 +65,17 @@ def make_task(options: FinetuneOptions) -> Classification:
         values = labels.values(rows, where)
         inputs = columns.inputs_of([columns.texts_of(rows, name, where) for name in texts])
         if usage.windows:
-            made: Tokenized = cut_inputs(reader, inputs, usage.own_windows)
-            say_notes(note_of_windows(len(made) - len(inputs), where))
-            return LabelledTexts(made, values)
-        made = reader.tokenize(inputs)
-        say_notes(note_of_cut(len(made.cut), len(made), where, options.max_length, position_limit(model)))
-        return LabelledTexts(made, values)
+            sequences: Tokenized = cut_inputs(reader, inputs, usage.own_windows)
+            say_notes(note_of_windows(len(sequences) - len(inputs), where))
+            return LabelledTexts(sequences, values)
+        sequences = reader.tokenize(inputs)
+        say_notes(note_of_cut(len(sequences.cut), len(sequences), where, options.max_length, position_limit(model)))
+        return LabelledTexts(sequences, values)
 
     train = held(data.train, data.train_name)
     held_out = None if data.eval is None else held(data.eval, data.eval_name)
     weights = class_weights(options.class_weights, labels, train.labels)
-    # A window has its text's label.
+    # A chunk has its text's label.
     examples = LabelledSequences(train.sequences, labels=train.labels[train.sequences.source])
     return Classification(
         model,
@@ -130,7 +130,7 @@ class Classification(HeadTask):
         assert self.held_out is not None
         sequences, labels = self.held_out
         logits = logits_of(self.whole(model), sequences)
-        if isinstance(sequences, TokenWindows):
+        if isinstance(sequences, TokenChunks):
             windows, aggregate = self.usage.own_windows, TextClassifier.default_aggregate
             logits = aggregated(logits, sequences, windows, aggregate, self.labels.problem)
         return _METRICS[self.labels.problem][0](logits, labels)
@@ -149,12 +149,14 @@ class Classification(HeadTask):
 
 def logits_of(
     model: Any,
-    made: Tokenized,
+    sequences: Tokenized,
     batch_tokens: int | None = None,
     on_batch: Callable[[int], Any] = lambda inputs: None,
 ) -> np.ndarray:
     """float32 (inputs, num_labels)."""
-    found = np.empty((len(made), model.config.num_labels), np.float32)
-    for places, output in run_batches(model, made, model.device, batch_tokens, share=CHUNK_INPUTS, on_batch=on_batch):
-        found[places] = output.logits.float().cpu().numpy()
-    return found
+    logits = np.empty((len(sequences), model.config.num_labels), np.float32)
+    for indices, output in run_batches(
+        model, sequences, model.device, batch_tokens, share=CHUNK_INPUTS, on_batch=on_batch
+    ):
+        logits[indices] = output.logits.float().cpu().numpy()
+    return logits

@@ -37,7 +37,7 @@ from fastbert.training.finetuning.inputs.rows import load_rows, number_of, texts
 from fastbert.training.options import FinetuneOptions
 from fastbert.training.task import Phase, Task, Totals
 
-FORMS = (("anchor", "positive"), ("sentence1", "sentence2"))
+COLUMN_PAIRS = (("anchor", "positive"), ("sentence1", "sentence2"))
 SCORES = ("score", "scores", "label", "labels", "similarity_score")
 _NEGATIVE = re.compile(r"negative(_\d+)?")
 
@@ -82,8 +82,8 @@ class Examples:
         return len(self.lengths)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        found: dict[str, Any] = {"input_ids": [sequences[i]["input_ids"] for sequences in self.texts]}
-        return found if self.scores is None else found | {"score": self.scores[i]}
+        example: dict[str, Any] = {"input_ids": [sequences[i]["input_ids"] for sequences in self.texts]}
+        return example if self.scores is None else example | {"score": self.scores[i]}
 
 
 def collate(examples: Sequence[dict[str, Any]]) -> PackedInputs:
@@ -160,12 +160,12 @@ class Embedding(Task):
 
     def _loss_of_all(self, vectors: torch.Tensor, batches: list[PackedInputs]) -> torch.Tensor:
         """The loss of all ranks' vectors, of which this rank has these, those of its batches. Not under autocast."""
-        given = [torch.cat([batch["batch"].has_tokens(self.texts) for batch in batches])]
+        arguments = [torch.cat([batch["batch"].has_tokens(self.texts) for batch in batches])]
         if "labels" in batches[0]:
-            given.append(torch.cat([batch["labels"] for batch in batches]))
+            arguments.append(torch.cat([batch["labels"] for batch in batches]))
         with torch.autocast(vectors.device.type, enabled=False):
             everyone = losses.of_all_ranks(vectors).unflatten(0, (-1, self.texts))
-            of_all = [losses.of_all_ranks(values) for values in given]
+            of_all = [losses.of_all_ranks(values) for values in arguments]
             return losses.over_prefixes(lambda v: self.loss_of(v, *of_all), everyone, self.dims)
 
     def uncapturable(self, parts: int) -> str | None:
@@ -176,19 +176,19 @@ class Embedding(Task):
         texts, scores = self.held_out
         full, encoder = self.encoder.full_dim, self._encoder_of(model)
         if scores is None:  # a text is one document, however often it comes
-            places = {text: i for i, text in enumerate(dict.fromkeys(text for column in texts for text in column))}
-            encoded, columns = [list(places)], [np.array([places[text] for text in column]) for column in texts]
+            row_of = {text: i for i, text in enumerate(dict.fromkeys(text for column in texts for text in column))}
+            encoded, columns = [list(row_of)], [np.array([row_of[text] for text in column]) for column in texts]
         else:
             encoded, columns = texts, np.split(np.arange(sum(map(len, texts))), len(texts))
         # In the chunks of `fastbert encode`, whose vectors of a column have the same bits.
         streams = (encoder.encode_stream(part, truncate_dim=full, chunk_texts=CHUNK_INPUTS) for part in encoded)
-        vectors = np.concatenate([made for stream in streams for made, _ in stream])
-        found: dict[str, float] = {}
+        vectors = np.concatenate([chunk for stream in streams for chunk, _ in stream])
+        metrics: dict[str, float] = {}
         for dim in sorted({full, *self.dims}, reverse=True):
             cut = torch.from_numpy(vectors[:, :dim])
             values = ranks_metrics(cut, columns) if scores is None else {"spearman": spearman(cut, columns, scores)}
-            found |= {name if dim == full else f"{name}_{dim}": value for name, value in values.items()}
-        return found
+            metrics |= {name if dim == full else f"{name}_{dim}": value for name, value in values.items()}
+        return metrics
 
     def save(self, model: nn.Module, folder: Path) -> None:
         self._encoder_of(model).save_pretrained(folder)
@@ -198,9 +198,9 @@ class Embedding(Task):
         assert isinstance(model, EmbeddingModel)
         mine = self.encoder
         recipe = Recipe(mine.recipe.pooling, list(model.after), mine.recipe.prompt_is_pooled)
-        made = SentenceEncoder.of_parts(model.encoder, mine.tokenizer, mine.max_seq_length, mine.settings, recipe)
-        made.folder = mine.folder
-        return made
+        encoder = SentenceEncoder.of_parts(model.encoder, mine.tokenizer, mine.max_seq_length, mine.settings, recipe)
+        encoder.folder = mine.folder
+        return encoder
 
     def show(self, batch: PackedInputs) -> list[str]:
         ids = batch["input_ids"].split(batch["batch"].cu_seqlens.diff().tolist())
@@ -262,38 +262,40 @@ def make_task(options: FinetuneOptions) -> Embedding:
             f"{rows.train_name}: {score} goes from {scores.min():g} to {scores.max():g}, and a cosine from -1 to 1:"
             " divide the scores, or use --loss cosent, which reads their order only"
         )
-    made: dict[str, Callable[..., torch.Tensor]] = {
+    loss_functions: dict[str, Callable[..., torch.Tensor]] = {
         "ranking": partial(losses.ranking, scale=options.scale, symmetric=options.symmetric),
         "cosent": partial(losses.cosent, scale=options.scale),
         "cosine": losses.cosine,
     }
-    return Embedding(encoder, Examples(texts, scores), made[name], dims, held_out)
+    return Embedding(encoder, Examples(texts, scores), loss_functions[name], dims, held_out)
 
 
-def columns_of(names: Sequence[str], given: Sequence[str], where: str) -> tuple[str, ...]:
+def columns_of(names: Sequence[str], chosen: Sequence[str], where: str) -> tuple[str, ...]:
     """The columns of texts: what is to be found, what it is to be found for, and what is not to be found.
 
     Raises InputError, listing what there is.
     """
-    if given:
-        if missing := [name for name in given if name not in names]:
+    if chosen:
+        if missing := [name for name in chosen if name not in names]:
             raise InputError(f"{where} has no column {missing[0]!r}; it has: {', '.join(names)}")
-        if len(given) < 2:
-            raise InputError(f"text_columns is {given[0]!r}; an embedding is learnt from two columns of texts, or more")
-        return tuple(given)
-    for form in FORMS:
-        if set(form) <= set(names):
-            negatives = [name for name in names if _NEGATIVE.fullmatch(name)] if form[0] == "anchor" else []
-            return (*form, *negatives)
-    forms = " nor ".join(" and ".join(form) for form in FORMS)
-    raise InputError(f"{where} has neither columns {forms}; name them with --text-columns: {', '.join(names)}")
+        if len(chosen) < 2:
+            raise InputError(
+                f"text_columns is {chosen[0]!r}; an embedding is learnt from two columns of texts, or more"
+            )
+        return tuple(chosen)
+    for pair in COLUMN_PAIRS:
+        if set(pair) <= set(names):
+            negatives = [name for name in names if _NEGATIVE.fullmatch(name)] if pair[0] == "anchor" else []
+            return (*pair, *negatives)
+    pairs = " nor ".join(" and ".join(pair) for pair in COLUMN_PAIRS)
+    raise InputError(f"{where} has neither columns {pairs}; name them with --text-columns: {', '.join(names)}")
 
 
-def score_of(names: Sequence[str], given: str, where: str) -> str | None:
+def score_of(names: Sequence[str], chosen: str, where: str) -> str | None:
     """The column of scores, if there is one. Raises InputError."""
-    if given and given not in names:
-        raise InputError(f"{where} has no column {given!r}; it has: {', '.join(names)}")
-    return given or next((name for name in SCORES if name in names), None)
+    if chosen and chosen not in names:
+        raise InputError(f"{where} has no column {chosen!r}; it has: {', '.join(names)}")
+    return chosen or next((name for name in SCORES if name in names), None)
 
 
 def _check_loss(name: str, columns: Sequence[str], score: str | None) -> None:

@@ -1,7 +1,7 @@
 """What the vectors of texts are trained by, with the numbers of sentence-transformers' losses of the same names.
 
 All of them take vectors (examples, texts of an example, dim), which need not be of length 1, and run in float32; and
-is_real, bool (examples,): the others are slack, which enters no mean and is nobody's negative.
+is_real, bool (examples,): the others are padding, which enters no mean and is no example's negative.
 """
 
 from __future__ import annotations

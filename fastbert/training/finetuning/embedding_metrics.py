@@ -36,7 +36,7 @@ def ranks_metrics(vectors: torch.Tensor, columns: Sequence[np.ndarray]) -> dict[
     documents = np.unique(np.concatenate(columns[1:]))
     anchors, of_anchor = np.unique(columns[0], return_inverse=True)
     positives = np.searchsorted(documents, columns[1])
-    places = []
+    ranks = []
     for start in range(0, len(anchors), CHUNK):
         rows = anchors[start : start + CHUNK]
         mine = (start <= of_anchor) & (of_anchor < start + CHUNK)
@@ -45,11 +45,11 @@ def ranks_metrics(vectors: torch.Tensor, columns: Sequence[np.ndarray]) -> dict[
         is_itself = torch.from_numpy(rows[:, None] == documents[None, :])
         cosines = unit[rows] @ unit[documents].T
         best = cosines.masked_fill(~is_right, -2.0).amax(1, keepdim=True)
-        places.append(1 + ((cosines > best) & ~is_right & ~is_itself).sum(1))
-    place = torch.cat(places).double()
-    within = place <= 10
+        ranks.append(1 + ((cosines > best) & ~is_right & ~is_itself).sum(1))
+    rank = torch.cat(ranks).double()
+    within = rank <= 10
     return {
-        "accuracy_at_1": float((place == 1).double().mean()),
+        "accuracy_at_1": float((rank == 1).double().mean()),
         "accuracy_at_10": float(within.double().mean()),
-        "mrr_at_10": float((within / place).mean()),
+        "mrr_at_10": float((within / rank).mean()),
     }

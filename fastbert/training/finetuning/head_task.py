@@ -35,8 +35,8 @@ class LabelledSequences:
     def __getitem__(self, i: int) -> dict[str, Any]:
         offsets = self.sequences.offsets
         if self.per_token:
-            place = slice(offsets[i], offsets[i + 1])
-            return self.sequences[i] | {name: values[place] for name, values in self.labels.items()}
+            span = slice(offsets[i], offsets[i + 1])
+            return self.sequences[i] | {name: values[span] for name, values in self.labels.items()}
         return self.sequences[i] | {name: values[i].tolist() for name, values in self.labels.items()}
 
 
@@ -88,7 +88,7 @@ def note_of_cut(count: int, total: int, where: str, max_length: int, limit: int)
 
 
 def note_of_windows(more: int, where: str) -> str:
-    """What is said where inputs were too long, and are read in windows; empty if none was."""
+    """What is said where inputs were too long, and are read in chunks; empty if none was."""
     return f"texts of {where} that are too long go on in {more:,} more windows" if more else ""
 
 

@@ -31,7 +31,8 @@ def several_metrics(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     x = logits.astype(np.float64)
     loss = -np.where(wanted, np.log(expit(x)), np.log(expit(-x))).mean()
     scores = {
-        f"{kind}_f1": float(f1_score(wanted, said, average=kind, zero_division=0.0)) for kind in ("micro", "macro")
+        f"{average}_f1": float(f1_score(wanted, said, average=average, zero_division=0.0))
+        for average in ("micro", "macro")
     }
     return {"loss": float(loss), **scores, "accuracy": float((said == wanted).all(-1).mean())}
 
@@ -52,10 +53,10 @@ def number_metrics(logits: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
 def tag_metrics(said: list[list[str]], wanted: list[list[str]], is_entities: bool) -> dict[str, float]:
     """Of tags: the share of words that is right; where they spell entities, seqeval's precision, recall and F1, too."""
     right = sum(a == b for one, other in zip(said, wanted, strict=True) for a, b in zip(one, other, strict=True))
-    found = {"accuracy": right / max(1, sum(map(len, wanted)))}
+    metrics = {"accuracy": right / max(1, sum(map(len, wanted)))}
     if is_entities:
         from seqeval.metrics import f1_score, precision_score, recall_score
 
         scores = {"precision": precision_score, "recall": recall_score, "f1": f1_score}
-        found |= {name: float(score(wanted, said, zero_division=0)) for name, score in scores.items()}
-    return found
+        metrics |= {name: float(score(wanted, said, zero_division=0)) for name, score in scores.items()}
+    return metrics

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from fastbert.data.chunks import TokenChunks
+from fastbert.data.chunks.answers import answers_job
 from fastbert.data.sentence_folder import FolderSettings
 from fastbert.data.sources import delimiter_for
 from fastbert.data.tokenized import CHUNK_INPUTS
 from fastbert.data.usage import Usage
-from fastbert.data.windows import TokenWindows
-from fastbert.data.windows.answers import answers_job
 from fastbert.errors import ConfigError, InputError
 from fastbert.models.auto import AutoModelForQuestionAnswering
 from fastbert.packed_inputs import PackedInputs
@@ -38,11 +38,11 @@ def make_task(options: FinetuneOptions) -> QuestionAnswering:
     no_answer = not all(train.answers)
     usage = Usage("qa", ("question", "context"), options.max_length, options.doc_stride or None, no_answer)
     finder = finder_of(model, tokenizer, usage, settings_of(folder))
-    made = finder.cut(list(zip(train.questions, train.contexts, strict=True)))
+    chunks = finder.cut(list(zip(train.questions, train.contexts, strict=True)))
     return QuestionAnswering(
         model,
         tokenizer,
-        examples_of(made, train),
+        examples_of(chunks, train),
         usage,
         add_adapters(model, options),
         finder=finder,
@@ -76,7 +76,7 @@ def _with_places(data: Questions) -> Questions:
 
 
 class QuestionAnswering(HeadTask):
-    """The first and the last token of the answer; the first token of the window where it has none."""
+    """The first and the last token of the answer; the first token of the chunk where it has none."""
 
     pipeline = "question-answering"
 
@@ -99,8 +99,8 @@ class QuestionAnswering(HeadTask):
         assert self.held_out is not None and self._eval is not None
         judged = self.whole(model)
         job = answers_job(judged, self._eval, self.held_out.contexts, no_answer=self.usage.no_answer)
-        found = job.run(judged.device, share=CHUNK_INPUTS)
-        return squad_metrics(found["answer"], [[text for text, _ in texts] for texts in self.held_out.answers])
+        predicted = job.run(judged.device, share=CHUNK_INPUTS)
+        return squad_metrics(predicted["answer"], [[text for text, _ in texts] for texts in self.held_out.answers])
 
     def show(self, batch: PackedInputs) -> list[str]:
         ids, ends = batch["input_ids"].tolist(), batch["batch"].cu_seqlens.tolist()
@@ -113,7 +113,7 @@ class QuestionAnswering(HeadTask):
 
 
 def finder_of(model: Any, tokenizer: Tokenizer, usage: Usage, settings: FolderSettings) -> QuestionAnswerer:
-    """Raises ConfigError: windows would overlap by more than they have room for, whatever the question."""
+    """Raises ConfigError: chunks would overlap by more than they have room for, whatever the question."""
     finder = QuestionAnswerer.of_parts(model, tokenizer, QuestionAnswerer.length_of(model, usage), settings, usage)
     assert finder.windows is not None
     length, overlap = finder.windows.tokens(finder.max_seq_length)
@@ -126,24 +126,24 @@ def finder_of(model: Any, tokenizer: Tokenizer, usage: Usage, settings: FolderSe
     return finder
 
 
-def examples_of(made: TokenWindows, data: Questions) -> LabelledSequences:
-    """Windows with the places of the first answer, or of their first token, if not all of the answer is in them. Its
+def examples_of(chunks: TokenChunks, data: Questions) -> LabelledSequences:
+    """Chunks with the places of the first answer, or of their first token, if not all of the answer is in them. Its
     tokens are those that have any of its characters.
     """
-    places = [answers[0] if answers else ("", -1) for answers in data.answers]
-    begin = np.array([at for _, at in places], np.int64)[made.source]
-    end = np.array([at + len(text) for text, at in places], np.int64)[made.source]
-    spans, of_token = made.spans, made.of_token
+    first_answers = [answers[0] if answers else ("", -1) for answers in data.answers]
+    begin = np.array([at for _, at in first_answers], np.int64)[chunks.source]
+    end = np.array([at + len(text) for text, at in first_answers], np.int64)[chunks.source]
+    spans, of_token = chunks.spans, chunks.of_token
     tokens = np.flatnonzero((spans[:, 0] >= 0) & (spans[:, 0] < end[of_token]) & (spans[:, 1] > begin[of_token]))
-    window, place = of_token[tokens], made.positions[tokens]
+    chunk, position = of_token[tokens], chunks.positions[tokens]
     first = np.full(len(data.ids), len(spans))
     last = np.full(len(data.ids), -1)
-    np.minimum.at(first, made.source[window], place)
-    np.maximum.at(last, made.source[window], place)
-    found = np.full((2, len(made)), -1)
-    for row, ends in zip(found, (first, last), strict=True):
-        is_end = place == ends[made.source[window]]
-        row[window[is_end]] = tokens[is_end] - made.offsets[window[is_end]]
-    starts, stops = np.where((found >= 0).all(0), found, 0)
-    say_notes(note_of_windows(len(made) - len(data.ids), data.name))
-    return LabelledSequences(made, start_positions=starts, end_positions=stops)
+    np.minimum.at(first, chunks.source[chunk], position)
+    np.maximum.at(last, chunks.source[chunk], position)
+    bounds = np.full((2, len(chunks)), -1)
+    for row, ends in zip(bounds, (first, last), strict=True):
+        is_end = position == ends[chunks.source[chunk]]
+        row[chunk[is_end]] = tokens[is_end] - chunks.offsets[chunk[is_end]]
+    starts, stops = np.where((bounds >= 0).all(0), bounds, 0)
+    say_notes(note_of_windows(len(chunks) - len(data.ids), data.name))
+    return LabelledSequences(chunks, start_positions=starts, end_positions=stops)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fastbert.data.chunks import Windows
 from fastbert.data.usage import Usage
-from fastbert.data.windows import Windows
 from fastbert.errors import InputError
 from fastbert.sentences.classifier import TextClassifier
 from fastbert.sentences.spans.question_answerer import QuestionAnswerer
@@ -35,20 +35,20 @@ def label_columns(
     """
     options = InferenceOptions(batch_tokens=batch_tokens, windows=windows or classifier.windows, aggregate=aggregate)
     logits = classifier.rows_of_inputs(inputs_of(list(texts.values())), options).cpu()
-    names, kind = classifier.labels, classifier.problem_type
-    if kind == "regression":
+    names, problem = classifier.labels, classifier.problem_type
+    if problem == "regression":
         values = logits.numpy()
         return {**texts, **({"value": values[:, 0]} if len(names) == 1 else dict(zip(names, values.T, strict=True)))}
     scores = classifier.probabilities(logits).numpy()
-    if kind == "multi_label_classification":
+    if problem == "multi_label_classification":
         above = [np.flatnonzero(row > threshold) for row in scores]
-        found: Columns = {
+        columns: Columns = {
             "labels": [[names[i] for i in chosen] for chosen in above],
             "scores": [row[chosen].tolist() for row, chosen in zip(scores, above, strict=True)],
         }
     else:
-        found = {"label": [names[i] for i in logits.argmax(-1)], "score": scores.max(-1)}
-    return {**texts, **found, **(dict(zip(names, scores.T, strict=True)) if every else {})}
+        columns = {"label": [names[i] for i in logits.argmax(-1)], "score": scores.max(-1)}
+    return {**texts, **columns, **(dict(zip(names, scores.T, strict=True)) if every else {})}
 
 
 def entity_columns(
@@ -60,9 +60,9 @@ def entity_columns(
     aggregate: Any = None,
 ) -> Columns:
     """`text`, and its `entities`, each with its label, text, characters and probability. Raises InputError."""
-    (given,) = texts.values()
-    words = [one if isinstance(one, str) else " ".join(one) for one in given]
-    job = tagger.entities_job(given, windows, aggregate or "core")
+    (inputs,) = texts.values()
+    words = [one if isinstance(one, str) else " ".join(one) for one in inputs]
+    job = tagger.entities_job(inputs, windows, aggregate or "core")
     return {"text": words, "entities": job.run(tagger.device, batch_tokens)}
 
 
@@ -82,7 +82,7 @@ def answer_columns(
     return {"question": list(questions), **job.run(finder.device, batch_tokens)}
 
 
-class Kind(NamedTuple):
+class TaskReader(NamedTuple):
     """model: what reads a folder. columns: what it says of texts. examples: a value of each column that holds lists,
     which say a parquet file's types even where the first rows have none.
     """
@@ -93,10 +93,10 @@ class Kind(NamedTuple):
 
 
 _ENTITY = {"label": "", "text": "", "start": 0, "end": 0, "score": 0.0}
-KINDS = {
-    "classification": Kind(TextClassifier, label_columns, {"labels": [""], "scores": [0.0]}),
-    "tokens": Kind(TokenClassifier, entity_columns, {"entities": [_ENTITY]}),
-    "qa": Kind(QuestionAnswerer, answer_columns, {}),
+READERS = {
+    "classification": TaskReader(TextClassifier, label_columns, {"labels": [""], "scores": [0.0]}),
+    "tokens": TaskReader(TokenClassifier, entity_columns, {"entities": [_ENTITY]}),
+    "qa": TaskReader(QuestionAnswerer, answer_columns, {}),
 }
 
 
@@ -110,12 +110,12 @@ def input_columns(usage: Usage, names: Sequence[str], where: str) -> tuple[str, 
     if usage.task == "qa":
         return _all_of(("question", "context"), names, where)
     if usage.task == "tokens":
-        found = next((name for name in (*TEXTS, *WORDS) if name in names), None)
-        return (found,) if found else text_columns(names, (), where, flag="--columns")
-    found_texts = text_columns(names, (), where, flag="--columns")
-    if usage.text_columns and len(found_texts) != len(usage.text_columns):
+        column = next((name for name in (*TEXTS, *WORDS) if name in names), None)
+        return (column,) if column else text_columns(names, (), where, flag="--columns")
+    columns = text_columns(names, (), where, flag="--columns")
+    if usage.text_columns and len(columns) != len(usage.text_columns):
         return _all_of(usage.text_columns, names, where)
-    return found_texts
+    return columns
 
 
 def _all_of(wanted: Sequence[str], names: Sequence[str], where: str) -> tuple[str, ...]:

@@ -10,10 +10,10 @@ import torch
 from tokenizers import Tokenizer
 
 from fastbert.checkpoint.pretrained import read_config
+from fastbert.data.chunks.words import Words, spells_entities
 from fastbert.data.sentence_folder import FolderSettings
 from fastbert.data.tokenized import CHUNK_INPUTS
 from fastbert.data.usage import Usage
-from fastbert.data.windows.words import Words, spells_entities
 from fastbert.models.auto import AutoModelForTokenClassification
 from fastbert.packed_inputs import PackedInputs
 from fastbert.sentences.spans.token_classifier import TokenClassifier
@@ -76,8 +76,8 @@ class TokenClassification(HeadTask):
         assert self.held_out is not None and self._eval is not None
         judged = self.whole(model)
         scores = self._eval.job(judged, "core").run(judged.device, share=CHUNK_INPUTS)
-        place = {name: i for i, name in enumerate(self.labels.names)}
-        wanted = np.array([place[tag] for tags in self.held_out.tags for tag in tags])
+        index_of = {name: i for i, name in enumerate(self.labels.names)}
+        wanted = np.array([index_of[tag] for tags in self.held_out.tags for tag in tags])
         has_token = self._eval.spoken
         loss = -scores[has_token, wanted[has_token]].mean() if has_token.any() else 0.0
         said = self._eval.tags(scores, self.labels.names)
@@ -93,7 +93,7 @@ class TokenClassification(HeadTask):
 
 
 def tagger_of(model: Any, tokenizer: Tokenizer, usage: Usage, settings: FolderSettings) -> TokenClassifier:
-    """Raises ConfigError: windows would overlap by more than they have room for."""
+    """Raises ConfigError: chunks would overlap by more than they have room for."""
     tagger = TokenClassifier.of_parts(model, tokenizer, TokenClassifier.length_of(model, usage), settings, usage)
     check_stride(tagger, usage.own_windows)
     return tagger
@@ -101,12 +101,12 @@ def tagger_of(model: Any, tokenizer: Tokenizer, usage: Usage, settings: FolderSe
 
 def examples_of(words: Words, tagged: Tagged, labels: Labels) -> LabelledSequences:
     """The tags of words at their first tokens."""
-    place = {name: i for i, name in enumerate(labels.names)}
-    wanted = np.array([place[tag] for tags in tagged.tags for tag in tags], np.int64)
-    found = np.full(len(words.windows.ids), IGNORED, np.int64)
-    found[words.tokens] = wanted[words.of_word]
-    say_notes(note_of_windows(len(words.windows) - len(tagged.words), tagged.name))
+    index_of = {name: i for i, name in enumerate(labels.names)}
+    wanted = np.array([index_of[tag] for tags in tagged.tags for tag in tags], np.int64)
+    targets = np.full(len(words.chunks.ids), IGNORED, np.int64)
+    targets[words.tokens] = wanted[words.of_word]
+    say_notes(note_of_windows(len(words.chunks) - len(tagged.words), tagged.name))
     silent = int((~words.spoken).sum())
     if silent:
         say_notes(f"the tokenizer makes nothing of {silent:,} words of {tagged.name}; their tags are left out")
-    return LabelledSequences(words.windows, per_token=True, labels=found)
+    return LabelledSequences(words.chunks, per_token=True, labels=targets)

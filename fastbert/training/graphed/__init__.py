@@ -34,7 +34,7 @@ def graphed_step(
         model: in training mode, its weights float32, on the GPU.
         optimizer: torch.optim.AdamW over the model's weights. These have no gradients (`grad` is None) behind a step.
         loss: `loss(model, batch, *totals)` gives the loss () of a batch on the device, whose last tokens and sequences
-            may be slack: fastbert's heads leave them out. It must launch the same for every batch of a bucket: what
+            may be padding: fastbert's heads leave them out. It must launch the same for every batch of a bucket: what
             differs is in the batch, and in `totals`, tensors () of the numbers that `step(batch, totals)` gets.
         max_norm: gradients that are together longer are shortened (Pascanu et al. 2013, section 3.2); 0: not.
         bf16: products in bfloat16, by autocast; the weights stay float32.

@@ -12,7 +12,7 @@ from fastbert.data.batches import StepSampler
 from fastbert.data.loader import dataset_of
 from fastbert.packed_inputs import PackedInputs
 
-LOOKED_AT = 512  # steps of an epoch at most, from all of it
+SAMPLED_STEPS = 512  # steps of an epoch at most, from all of it
 
 
 def plan_buckets(
@@ -24,18 +24,18 @@ def plan_buckets(
     example, max_length tokens each at most.
     """
     lengths, plan = sampler.steps.lengths, sampler.plan[sampler.start_step :]
-    looked_at = np.unique(np.linspace(0, len(plan) - 1, LOOKED_AT).astype(int))
-    batches = [part for i in looked_at for part in sampler.batches_of(plan[i]) if len(part)]
+    sampled = np.unique(np.linspace(0, len(plan) - 1, SAMPLED_STEPS).astype(int))
+    batches = [part for i in sampled for part in sampler.batches_of(plan[i]) if len(part)]
     largest = max(batches, key=lambda part: int(lengths[part].sum()))
     dataset = dataset_of(examples, sampler, collate)
     example: PackedInputs = collate([dataset[i] for i in largest.tolist()])
     batch = example["batch"]
     share = None if batch.labelled is None else batch.labelled.numel() / batch.total_tokens
-    found = set[Sizes]()
+    sizes = set[Sizes]()
     for part in batches:
         tokens = int(lengths[part].sum())
         longest = int(lengths[part].max()) if texts == 1 else max_length
         labelled = None if share is None else math.ceil(share * tokens)
-        found.add(Sizes(tokens, len(part) * texts, longest, labelled))
-    buckets.plan(list(found), example.get("num_choices", 1))
+        sizes.add(Sizes(tokens, len(part) * texts, longest, labelled))
+    buckets.plan(list(sizes), example.get("num_choices", 1))
     return example

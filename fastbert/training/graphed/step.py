@@ -18,11 +18,11 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.backend import _choice
-from fastbert.cuda_graphs.blocks import Form, Staged, stage
+from fastbert.cuda_graphs.blocks import BlockLayout, Staged, stage
 from fastbert.cuda_graphs.buckets import Buckets, Sizes
 from fastbert.cuda_graphs.capture import CudaGraphs, Graphs, Replay
 from fastbert.errors import InputError
-from fastbert.layers.fingerprint import ModuleFingerprint
+from fastbert.layers.guard import ModuleGuard
 from fastbert.layers.leaves import HOOKS, has_global_hooks
 from fastbert.models.base import held_models
 from fastbert.packed_inputs import PackedInputs
@@ -85,10 +85,10 @@ class GraphedStep:
         self._graphs: Graphs = CudaGraphs(self.device) if graphs is None else graphs
         self._seeds, self._said = ops.StepSeeds(self.device), set[str]()
         self._flat: FlatOptimizer | None = None
-        self._captured: dict[Form, _Captured] = {}
+        self._captured: dict[BlockLayout, _Captured] = {}
         self._optimize: Replay | None = None
-        self._looked_at: tuple | None = None
-        self._fingerprint: ModuleFingerprint | None = None
+        self._guarded_settings: tuple | None = None
+        self._guard: ModuleGuard | None = None
         self._unsupported: str | None = None
         self._parameters = list[nn.Parameter]()
         self._seen: tuple = ()
@@ -111,13 +111,13 @@ class GraphedStep:
         step; a loop that knows better saves half of the host's time. Raises InputError before anything of the batch is
         launched, and leaves no gradient: an id that the model does not have, a model that has moved.
         """
-        given = [batches] if isinstance(batches, PackedInputs) else list(batches)
-        if looks or self._fingerprint is None:
-            self._look(len(totals))
+        parts = [batches] if isinstance(batches, PackedInputs) else list(batches)
+        if looks or self._guard is None:
+            self._check_guard(len(totals))
         self.why_eager = self._unsupported
         if self.why_eager is not None:
             self._say(self.why_eager)
-            self._run_op_by_op(given, totals, seed)
+            self._run_op_by_op(parts, totals, seed)
             return
         assert self._flat is not None
         if looks:
@@ -125,7 +125,7 @@ class GraphedStep:
         self._flat.begin(list(totals))
         seed = hash((torch.initial_seed(), self._flat.step_number)) if seed is None else seed
         try:  # the first batch's seeds are those of a step op by op
-            for i, batch in enumerate(given):
+            for i, batch in enumerate(parts):
                 self._run_part(batch, (seed + i) % 2**63)
         except BaseException:
             self._flat.step_number -= 1
@@ -142,7 +142,7 @@ class GraphedStep:
 
         examples: a batch of each kind that will come, on the host. totals: how many `loss` gets.
         """
-        if (reason := self._look(totals)) is not None:
+        if (reason := self._check_guard(totals)) is not None:
             return reason
         assert self._flat is not None
         self._flat.totals.fill_(1.0)
@@ -150,7 +150,7 @@ class GraphedStep:
             for packed in examples:
                 if (Sizes.of(packed).labelled is None) == (bucket.labelled is None):
                     staged = stage(packed.without_sequences(), bucket)
-                    if staged.form not in self._captured:
+                    if staged.layout not in self._captured:
                         self._capture(staged, 0)
         self._forget_gradients(self._flat)
         graphs, megabytes = len(self._captured), self._graphs.nbytes() / 2**20
@@ -166,7 +166,7 @@ class GraphedStep:
             self._seeds.begin(seed)
             self._accumulate(batch.to(self.device, non_blocking=True))
             return
-        captured = self._captured.get(staged.form)
+        captured = self._captured.get(staged.layout)
         if captured is None or captured.rows is not self._seeds.rows:
             self._capture(staged, seed)
             return
@@ -175,7 +175,7 @@ class GraphedStep:
         if self._bounds.hold(staged.bounds):
             captured.replay()
         else:  # op by op: the model compares larger ids than it has seen with its tables
-            self._accumulate(staged.form.read(captured.block, staged.bounds))
+            self._accumulate(staged.layout.read(captured.block, staged.bounds))
             self._bounds.widen(staged.bounds)
 
     def _staged(self, packed: PackedInputs) -> Staged | None:
@@ -204,12 +204,12 @@ class GraphedStep:
 
     def _capture(self, staged: Staged, seed: int) -> None:
         """Capture a bucket's graph, on this batch, and leave what running it once leaves."""
-        flat, form = self._flat, staged.form
+        flat, layout = self._flat, staged.layout
         assert flat is not None
         block = staged.block.to(self.device, copy=True)
 
         def run() -> None:
-            self._accumulate(form.read(block, staged.bounds))
+            self._accumulate(layout.read(block, staged.bounds))
 
         written = (flat.state.gradients, self.losses_kept.sum)
         before = [t.clone() for t in written]
@@ -218,7 +218,7 @@ class GraphedStep:
         for t, kept in zip(written, before, strict=True):
             t.copy_(kept)
         self._seeds.begin(seed)
-        self._captured[form] = _Captured(block, self._graphs.capture(run), self._seeds.rows)
+        self._captured[layout] = _Captured(block, self._graphs.capture(run), self._seeds.rows)
         self._bounds.widen(staged.bounds)
 
     def _run_optimizer(self, flat: FlatOptimizer) -> None:
@@ -274,18 +274,18 @@ class GraphedStep:
     # ----------------------------------------------------------------------------------------------------------------
     # What was captured, and what is there now
 
-    def _look(self, num_totals: int) -> str | None:
+    def _check_guard(self, num_totals: int) -> str | None:
         """Why the step runs op by op. Graphs of a model, or an optimizer, that is another now are forgotten."""
-        looked_at = (num_totals, self._settings())
-        if looked_at == self._looked_at and self._is_same():
+        settings = (num_totals, self._settings())
+        if settings == self._guarded_settings and self._is_same():
             return self._unsupported
-        self._looked_at = looked_at
+        self._guarded_settings = settings
         self._captured.clear()
         self._graphs.free()
         self._optimize, self._bounds = None, Bounds()
-        self._fingerprint = ModuleFingerprint.of_all(self.model, HOOKS, HOOKS, "training", "sparse")
+        self._guard = ModuleGuard.of_all(self.model, HOOKS, HOOKS, "training", "sparse")
         self._parameters = list(self.model.parameters())
-        self._seen = self._look_at_hooks(self._fingerprint)
+        self._seen = self._hook_state(self._guard)
         self._unsupported = self._find_unsupported()
         if self._unsupported is not None:
             self._flat = None
@@ -311,17 +311,17 @@ class GraphedStep:
 
     def _is_same(self) -> bool:
         """Whether the model and the optimizer are what was looked at last."""
-        fingerprint, flat = self._fingerprint, self._flat
-        if fingerprint is None or not fingerprint.is_same() or self._look_at_hooks(fingerprint) != self._seen:
+        guard, flat = self._guard, self._flat
+        if guard is None or not guard.is_same() or self._hook_state(guard) != self._seen:
             return False
         return self._unsupported is not None or (flat is not None and flat.is_current())
 
-    def _look_at_hooks(self, fingerprint: ModuleFingerprint) -> tuple:
+    def _hook_state(self, guard: ModuleGuard) -> tuple:
         """Whether anything calls Python in a step beside the model's own, and which weights take a gradient."""
         weights, optimizer = self._parameters, self.optimizer
         of_gradients = any(map(_HOOKS, weights)), any(map(_LATE_HOOKS, weights))
         of_optimizer = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-        return fingerprint.has_hooks(), of_gradients, of_optimizer, list(map(_REQUIRES_GRAD, weights))
+        return guard.has_hooks(), of_gradients, of_optimizer, list(map(_REQUIRES_GRAD, weights))
 
     def _find_unsupported(self) -> str | None:
         now = next(self.model.parameters()).device

@@ -46,7 +46,7 @@ class Student(nn.Module):
         num_items_in_batch: Mapping[str, torch.Tensor | float] | None = None,
     ) -> ModelOutput:
         hidden, scores, targets = hidden_and_scores(self.student, packed)
-        is_labelled, is_real = targets != -100, packed["batch"].has_sequence()  # the others are slack
+        is_labelled, is_real = targets != -100, packed["batch"].has_sequence()  # the others are padding
         counted = {"labels": is_labelled.sum().clamp(min=1), "tokens": is_real.sum().clamp(min=1)}
         items = counted if num_items_in_batch is None else num_items_in_batch
         soft, scores = soft_losses(scores, teacher_scores).where(is_labelled, 0.0).sum(), ops.at_least_fp32(scores)
@@ -67,7 +67,7 @@ def soft_losses(scores: torch.Tensor, teacher_scores: torch.Tensor) -> torch.Ten
 def hidden_and_scores(model: Any, packed: PackedInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(hidden states of all tokens, scores of the labelled ones, their labels)."""
     inputs = model.base_model.prepare(ModelInputs(packed))
-    labels = model.check_given(labels_of(packed, {}), inputs.batch)["labels"]
+    labels = model.check_options(labels_of(packed, {}), inputs.batch)["labels"]
     encoded, _ = model.run_base(inputs, ModelInputs(packed))
     kept = packed["batch"].labelled
     scores = model.masked_lm_scores(encoded.packed.index_select(0, kept))

@@ -45,15 +45,15 @@ def masked_lm_metrics(
     sums = Sums()
     for batch in batches:
         _add_masked(model, batch.to(model.device), pair_label, sums)
-    found, tokens = sums.of, sums.of["tokens"]
-    loss = found["loss"] / tokens
-    metrics = {"loss": loss, "perplexity": _exp(loss), "masked_accuracy": found["right"] / tokens}
+    total, tokens = sums.of, sums.of["tokens"]
+    loss = total["loss"] / tokens
+    metrics = {"loss": loss, "perplexity": _exp(loss), "masked_accuracy": total["right"] / tokens}
     if pair_label is None:
         return metrics
-    pair_loss, ones = found["pair_loss"] / found["pairs"], found["pair_ones"] / found["pairs"]
+    pair_loss, ones = total["pair_loss"] / total["pairs"], total["pair_ones"] / total["pairs"]
     metrics |= {"loss": loss + pair_loss, "mlm_loss": loss, f"{pairs}_loss": pair_loss}
     return metrics | {
-        f"{pairs}_accuracy": found["pairs_right"] / found["pairs"],
+        f"{pairs}_accuracy": total["pairs_right"] / total["pairs"],
         f"{pairs}_majority": max(ones, 1 - ones),
     }
 
@@ -61,15 +61,15 @@ def masked_lm_metrics(
 def _add_masked(model: Any, batch: PackedInputs, pair_label: str | None, sums: Sums) -> None:
     """The head runs for labelled tokens only, as in a training step."""
     inputs = model.base_model.prepare(ModelInputs(batch))
-    given = model.check_given(labels_of(batch, {}), inputs.batch)
+    checked_labels = model.check_options(labels_of(batch, {}), inputs.batch)
     encoded, _ = model.run_base(inputs, ModelInputs(batch))
     kept = batch["batch"].labelled
-    targets = given["labels"].index_select(0, kept)
+    targets = checked_labels["labels"].index_select(0, kept)
     scores = model.masked_lm_scores(encoded.packed.index_select(0, kept))
     loss = ops.logits_cross_entropy(scores, targets) * len(targets)
     sums.add(loss=loss, right=(scores.argmax(-1) == targets).sum(), tokens=len(targets))
     if pair_label is not None:
-        labels, logits = given[pair_label], model.pair(encoded.pooled())
+        labels, logits = checked_labels[pair_label], model.pair(encoded.pooled())
         sums.add(
             pair_loss=ops.logits_cross_entropy(logits, labels) * len(labels),
             pairs_right=(logits.argmax(-1) == labels).sum(),
@@ -99,15 +99,15 @@ def replaced_metrics(joint: Any, batches: Iterable[PackedInputs], seed: int) -> 
                 masked=masked,
                 tokens=tokens,
             )
-    found = sums.of
-    generator, discriminator = found["generator_loss"] / found["masked"], found["discriminator_loss"] / found["tokens"]
+    total = sums.of
+    generator, discriminator = total["generator_loss"] / total["masked"], total["discriminator_loss"] / total["tokens"]
     return {
         "loss": generator + joint.discriminator_weight * discriminator,
         "generator_loss": generator,
         "discriminator_loss": discriminator,
-        "rtd_accuracy": found["right"] / found["tokens"],
-        "rtd_majority": 1.0 - found["replaced"] / found["tokens"],
-        "rtd_f1": 2 * found["hits"] / max(1.0, found["said"] + found["replaced"]),
+        "rtd_accuracy": total["right"] / total["tokens"],
+        "rtd_majority": 1.0 - total["replaced"] / total["tokens"],
+        "rtd_f1": 2 * total["hits"] / max(1.0, total["said"] + total["replaced"]),
     }
 
 

@@ -37,7 +37,7 @@ def make_task(options: PretrainOptions) -> MaskedLM:
     masking_schedule(options)
     longest = max(length for _, length in length_schedule(options))
     source = options.teacher if options.objective == "distil" else options.model
-    _check_given(options, source)
+    _check_options(options, source)
     train = options.train[0] if len(options.train) == 1 else list(options.train)
     if source:
         folder = resolve(source)
@@ -54,22 +54,27 @@ def make_task(options: PretrainOptions) -> MaskedLM:
     corpus = _corpus(train, vocabulary, options, "train")
     judge = options.eval[0] if len(options.eval) == 1 else list(options.eval)
     held_out = _corpus(judge, vocabulary, options, "eval") if judge else None
-    given: dict[str, Any] = {"unit": options.unit, "seed": options.seed, "vocabulary": vocabulary, "held_out": held_out}
-    arguments, given["held_out_length"] = (corpus, vocabulary.tokenizer), length_schedule(options)[-1][1]
+    settings: dict[str, Any] = {
+        "unit": options.unit,
+        "seed": options.seed,
+        "vocabulary": vocabulary,
+        "held_out": held_out,
+    }
+    arguments, settings["held_out_length"] = (corpus, vocabulary.tokenizer), length_schedule(options)[-1][1]
     if options.objective == "distil":
-        task: MaskedLM = Distillation(Student(student_of(model)), *arguments, teacher=model, **given)
+        task: MaskedLM = Distillation(Student(student_of(model)), *arguments, teacher=model, **settings)
     elif options.objective == "rtd":
-        task = ReplacedTokens(model, *arguments, **given)
+        task = ReplacedTokens(model, *arguments, **settings)
     elif options.objective == "mlm":
-        task = MaskedLM(model, *arguments, **given)
+        task = MaskedLM(model, *arguments, **settings)
     else:
-        task = PairedLM(model, *arguments, pairs=options.objective.removeprefix("mlm+"), **given)  # type: ignore[arg-type]
+        task = PairedLM(model, *arguments, pairs=options.objective.removeprefix("mlm+"), **settings)  # type: ignore[arg-type]
     task.collate(Phase(1, 0))  # raises what a tokenizer without a mask token, or without marks of words, makes of it
-    task.examples(0, Phase(1, 0, max_length=longest))  # and what windows and pairs object to
+    task.examples(0, Phase(1, 0, max_length=longest))  # and what chunks and pairs object to
     return task
 
 
-def _check_given(options: PretrainOptions, source: str) -> None:
+def _check_options(options: PretrainOptions, source: str) -> None:
     """Options that would be ignored, and those that are missing."""
     if options.objective == "distil" and not options.teacher:
         raise ConfigError("distil needs a teacher: the model that the student learns from")
@@ -78,9 +83,9 @@ def _check_given(options: PretrainOptions, source: str) -> None:
     if source and (name := next((name for name in _OF_NEW_MODELS if getattr(options, name)), None)) == "preset":
         raise ConfigError(f"{name} is the shape of a new model, and {source} has one: leave one out")
     if source or options.tokenizer:
-        given = options.tokenizer or source
+        vocab_source = options.tokenizer or source
         if name := next((name for name in _OF_NEW_VOCABULARIES if getattr(options, name)), None):
-            raise ConfigError(f"{name} is for a new vocabulary, and that of {given} is taken: leave one out")
+            raise ConfigError(f"{name} is for a new vocabulary, and that of {vocab_source} is taken: leave one out")
 
 
 def _check_checkpoint(options: PretrainOptions, source: str, config: EncoderConfig) -> None:
@@ -114,12 +119,12 @@ def _new_vocabulary(options: PretrainOptions, model_type: str, train: Source, lo
     if options.resume and has_vocabulary(Path(options.output)):
         return read_vocabulary(Path(options.output))
     family, size = FAMILIES[model_type], options.vocab_size
-    form, known = family.vocabulary, EncoderConfig.of_family(model_type)
+    spec, known = family.vocabulary, EncoderConfig.of_family(model_type)
     design = Design(
-        kind=options.vocab_kind or form.kind,
+        kind=options.vocab_kind or spec.kind,
         size=size or preset_of(options).vocab_size or known.vocab_size,
-        special=dict(form.special),
-        separators=form.separators,
+        special=dict(spec.special),
+        separators=spec.separators,
         has_types=known.embeddings.token_type is not None,
         cased=options.cased,
         max_length=max(512, longest),
@@ -130,10 +135,10 @@ def _new_vocabulary(options: PretrainOptions, model_type: str, train: Source, lo
 def _make_model(options: PretrainOptions, config: EncoderConfig, folder: Path | None) -> Any:
     """A new model, or the one of a folder. Its missing heads are new, and from_pretrained warns of them."""
     head = check_head(config.model_type, options.objective)
-    kind = model_class(config.model_type, head)
+    cls = model_class(config.model_type, head)
     if options.objective == "rtd":
-        return _make_pair(config, folder, kind)
-    model: Any = kind(config) if folder is None else kind.from_pretrained(folder)
+        return _make_pair(config, folder, cls)
+    model: Any = cls(config) if folder is None else cls.from_pretrained(folder)
     if options.objective == "distil" and model.missing_keys:
         raise ConfigError(
             f"{options.teacher} cannot teach: it has no masked-LM head ({model.missing_keys[0]} is missing, ...);"
@@ -142,14 +147,14 @@ def _make_model(options: PretrainOptions, config: EncoderConfig, folder: Path | 
     return model
 
 
-def _make_pair(config: EncoderConfig, folder: Path | None, kind: Any) -> ElectraForJointPreTraining:
+def _make_pair(config: EncoderConfig, folder: Path | None, cls: Any) -> ElectraForJointPreTraining:
     maker = model_class(config.model_type, "MaskedLM")
     if folder is None:
-        return ElectraForJointPreTraining(maker(generator_config(config)), kind(config))  # type: ignore[arg-type]
+        return ElectraForJointPreTraining(maker(generator_config(config)), cls(config))  # type: ignore[arg-type]
     if not (folder / GENERATOR).is_dir():
         raise ConfigError(f"{folder} has no folder {GENERATOR}: rtd goes on with both models, as it has saved them")
     generator: Any = maker.from_pretrained(folder / GENERATOR)
-    return ElectraForJointPreTraining(generator, kind.from_pretrained(folder))
+    return ElectraForJointPreTraining(generator, cls.from_pretrained(folder))
 
 
 def _check_length(model: Any, longest: int) -> None:

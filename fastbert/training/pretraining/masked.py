@@ -12,8 +12,8 @@ from torch import nn
 
 from fastbert.data.collator import PackingCollator
 from fastbert.data.masking import IGNORED, Masking
+from fastbert.data.pretraining.chunks import CorpusChunks, CorpusPairs, Pairs
 from fastbert.data.pretraining.corpus import Corpus
-from fastbert.data.pretraining.windows import CorpusPairs, CorpusWindows, Pairs
 from fastbert.data.vocabulary import Vocabulary
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.pretraining.evaluation import held_out_batches, masked_lm_metrics
@@ -24,9 +24,9 @@ EVALUATION_SHARE = 0.15
 
 
 class MaskedLM(Task):
-    """Masked language modelling of whole windows, as RoBERTa does it (Liu et al. 2019): other masks in every epoch.
+    """Masked language modelling of whole chunks, as RoBERTa does it (Liu et al. 2019): other masks in every epoch.
 
-    corpus: what is learnt from; held_out: what is evaluated on, in windows of `held_out_length` tokens. unit: what is
+    corpus: what is learnt from; held_out: what is evaluated on, in chunks of `held_out_length` tokens. unit: what is
     masked as a whole. with_types: whether examples have token types.
     """
 
@@ -63,7 +63,7 @@ class MaskedLM(Task):
 
     def cut(self, corpus: Corpus, max_length: int, seed: int, epoch: int) -> Any:
         """The examples of a corpus."""
-        return CorpusWindows(corpus, self.tokenizer, max_length, seed=seed, epoch=epoch, with_types=self.with_types)
+        return CorpusChunks(corpus, self.tokenizer, max_length, seed=seed, epoch=epoch, with_types=self.with_types)
 
     @staticmethod
     def counts(batch: PackedInputs) -> list[int]:
@@ -103,7 +103,7 @@ class PairedLM(MaskedLM):
 
     def __init__(self, *arguments: Any, pairs: Pairs, **options: Any):
         super().__init__(*arguments, **options)
-        self.pairs, self.label = pairs, self.model.head_form.pair_label
+        self.pairs, self.label = pairs, self.model.head_spec.pair_label
 
     def cut(self, corpus: Corpus, max_length: int, seed: int, epoch: int) -> CorpusPairs:
         # What uses the model later gives it token types where the tokenizer's files say so.

@@ -59,8 +59,8 @@ def preset_of(options: PretrainOptions) -> Preset:
 
 def families_with(objective: str) -> list[str]:
     """The families whose models learn an objective."""
-    name, form = HEADS[objective]
-    return sorted(key for key, family in FAMILIES.items() if isinstance(family.heads.get(name), form))
+    name, head_class = HEADS[objective]
+    return sorted(key for key, family in FAMILIES.items() if isinstance(family.heads.get(name), head_class))
 
 
 def check_head(model_type: str, objective: str) -> str:

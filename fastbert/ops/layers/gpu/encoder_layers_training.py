@@ -74,11 +74,11 @@ class _EncoderLayers(torch.autograd.Function):
 
 def _dbiases(plan: Plan, dvectors: Memory) -> list[torch.Tensor]:
     """The gradients of biases, one for each of the operands'."""
-    (qkv, up), found = plan.layout.bias_runs, []
+    (qkv, up), run_dbiases = plan.layout.bias_runs, []
     for name, run in (("qkv_biases", qkv), ("up_biases", up)):
         rows = [() if part is None else part.rows for part in run.parts]
-        found.append(dvectors.vectors_apart(name, rows))
-    names = zip(found[0], dvectors["output_biases"], found[1], dvectors["down_biases"], strict=True)
+        run_dbiases.append(dvectors.vectors_apart(name, rows))
+    names = zip(run_dbiases[0], dvectors["output_biases"], run_dbiases[1], dvectors["down_biases"], strict=True)
     return [t for qkv, output, ups, down in names for t in (*qkv, output, *ups, down) if t is not None]
 
 
@@ -108,25 +108,25 @@ def accepts(x: torch.Tensor, operands: LayerOperands) -> str | None:
         return operands.unsupported
     if operands.weight_scales:
         return "weights are int8"
-    given = operands.weights[0].dtype
+    weight_dtype = operands.weights[0].dtype
     parameters = (*operands.weights, *operands.biases, *operands.norms)
     if not all([p.requires_grad for p in parameters]):
         return "it is for training all of a layer: a weight takes no gradient"
-    found = {p.dtype for p in parameters}, set(map(torch.Tensor.get_device, parameters))
-    if found != ({given}, {x.get_device()}) or not all(map(torch.Tensor.is_contiguous, parameters)):
+    actual = {p.dtype for p in parameters}, set(map(torch.Tensor.get_device, parameters))
+    if actual != ({weight_dtype}, {x.get_device()}) or not all(map(torch.Tensor.is_contiguous, parameters)):
         others = sorted({f"{p.dtype} on {p.device}" for p in parameters})
         return f"x is on {x.device}, the weights {' and '.join(others)}, or not in one piece"
     is_autocast = torch.is_autocast_enabled(x.device.type)
-    if given is not x.dtype if not is_autocast else given not in (torch.float32, torch.bfloat16):
-        return f"x is {x.dtype}, the weights {given}"
+    if weight_dtype is not x.dtype if not is_autocast else weight_dtype not in (torch.float32, torch.bfloat16):
+        return f"x is {x.dtype}, the weights {weight_dtype}"
     reason = _kinds_unsupported(operands.kinds)
     if reason is not None:
         return reason
     expected = _plan(x, operands, False).layout.shapes
     shapes = [*map(_shape, operands.weights)]
     if shapes != expected:
-        found, shape = next(both for both in zip(shapes, expected, strict=True) if both[0] != both[1])
-        return f"a weight is {tuple(found)}, expected {shape}"
+        actual, shape = next(both for both in zip(shapes, expected, strict=True) if both[0] != both[1])
+        return f"a weight is {tuple(actual)}, expected {shape}"
     return None
 
 
@@ -176,9 +176,9 @@ def run(
     dtype, longest = compute_dtype(x), x.shape[0] if max_seqlen is None else max_seqlen
     x = x.to(dtype)
     cache = {} if cache is None else cache
-    tile_sizes = [_tile(kind.head_dim, longest, dtype is torch.float32) for kind in plan.distinct_kinds]
+    tile_sizes = [_tile(numbers.head_dim, longest, dtype is torch.float32) for numbers in plan.distinct_kinds]
     tiles = [tiles_of(cu_seqlens, x.shape[0], tile, cache) for tile in tile_sizes]
-    for layer in [kind for kind in plan.distinct_kinds if kind.rotary >= 0]:
+    for layer in [numbers for numbers in plan.distinct_kinds if numbers.rotary >= 0]:
         check_rotary(x.as_strided((x.shape[0], 1, layer.head_dim), (0, 0, 0)), rotary[layer.rotary], max_seqlen or 0)
     rotary = tuple([r._replace(cos=_in_rows(r.cos), sin=_in_rows(r.sin)) for r in rotary])
     window_positions = None if window_positions is None else window_positions.contiguous()
@@ -198,12 +198,12 @@ def _merged(
     biases: Sequence[torch.Tensor],
     norms: Sequence[torch.Tensor],
 ) -> MergedWeights:
-    """The layers' weights as products of x take them, in one launch, and what junctions take of vectors, in another."""
+    """The layers' weights as products of x take them, in one launch, and what add_norms take of vectors, in another."""
     dtype, layout, known = weights[0].dtype, plan.layout, weight_tables(weights[0])
     flat = x.new_empty(layout.merged_size(dtype is not x.dtype))
     merge_weights(known, layout, weights, biases, flat)
     vectors = x.new_empty(plan.size_of_vectors, dtype=dtype)
-    merge_vectors(known, [*[biases[i] for i in plan.junction_biases], *norms], plan.vector_places, vectors)
+    merge_vectors(known, [*[biases[i] for i in plan.add_norm_biases], *norms], plan.vector_offsets, vectors)
     return MergedWeights(flat, [weights[i] for i in layout.copied(dtype is not x.dtype).kept], vectors)
 
 

@@ -91,11 +91,11 @@ class LayerKernels:
     # Attention, of rows with the heads of query, key and value beside each other
 
     def attention_fwd(
-        self, kind: LayerNumbers, tiles: torch.Tensor, tile: int, positions: torch.Tensor | None
+        self, layer: LayerNumbers, tiles: torch.Tensor, tile: int, positions: torch.Tensor | None
     ) -> Launch:
         """Called with q, k, v, out, the rows of softmax_stats, tiles, philox, positions."""
-        heads, size = kind.num_heads, kind.head_dim
-        strides = ((heads + 2 * kind.num_kv_heads) * size, size) * 3
+        heads, size = layer.num_heads, layer.head_dim
+        strides = ((heads + 2 * layer.num_kv_heads) * size, size) * 3
         return _module("attention_fwd").fwd_launch(  # type: ignore[no-any-return]
             tiles.shape[0],
             self.total_tokens,
@@ -105,19 +105,19 @@ class LayerKernels:
             tile,
             heads,
             size,
-            heads // kind.num_kv_heads,
-            *_options(kind, positions),
+            heads // layer.num_kv_heads,
+            *_options(layer, positions),
         )
 
     def attention_bwd(
-        self, kind: LayerNumbers, tiles: torch.Tensor, tile: int, positions: torch.Tensor | None
+        self, layer: LayerNumbers, tiles: torch.Tensor, tile: int, positions: torch.Tensor | None
     ) -> Launch:
         """Called with dout, q, k, v, out, the rows of softmax_stats, dq, dk, dv, tiles, philox, positions."""
         module = _module("attention_bwd")
-        heads, kv_heads, size = kind.num_heads, kind.num_kv_heads, kind.head_dim
+        heads, kv_heads, size = layer.num_heads, layer.num_kv_heads, layer.head_dim
         width, total_tokens = (heads + 2 * kv_heads) * size, self.total_tokens
         whole, own = (width, size) * 3, (heads * size, size)
-        scale, _ = _module("attention").scale_and_sign(kind.softmax_scale)
+        scale, _ = _module("attention").scale_and_sign(layer.softmax_scale)
         make_dkdv, make_dq = module.bwd_launches(
             tiles.shape[0],
             total_tokens,
@@ -128,22 +128,22 @@ class LayerKernels:
             heads,
             kv_heads,
             size,
-            *_options(kind, positions),
+            *_options(layer, positions),
         )
         make_records = module.records_launch(total_tokens, heads, own * 2, size, scale)
         records = self.x.new_empty((heads, total_tokens, 4), dtype=torch.float32)
 
-        def attention_bwd(dout, q, k, v, out, top, total, dq, dk, dv, tiles, philox, positions):
-            make_records(dout, out, top, total, records)
+        def attention_bwd(dout, q, k, v, out, row_max, row_sum, dq, dk, dv, tiles, philox, positions):
+            make_records(dout, out, row_max, row_sum, records)
             make_dkdv(q, k, v, dout, records, dk, dv, tiles, philox, positions)
             make_dq(q, k, v, dout, records, dq, tiles, philox, positions)
 
         return attention_bwd
 
-    def rotate(self, kind: LayerNumbers, tiles: torch.Tensor, tile: int, table: tuple, inverse: bool) -> Launch:
+    def rotate(self, layer: LayerNumbers, tiles: torch.Tensor, tile: int, table: tuple, inverse: bool) -> Launch:
         """In place; called with q, k, q, k, cos, sin, tiles. table: cos, sin, interleaved, by_token."""
         cos, sin, interleaved, by_token = table
-        heads, kv_heads, size = kind.num_heads, kind.num_kv_heads, kind.head_dim
+        heads, kv_heads, size = layer.num_heads, layer.num_kv_heads, layer.head_dim
         width = (heads + 2 * kv_heads) * size
         strides = (width, size, width, size, width, width, cos.stride(0), sin.stride(0))
         return _module("rotary").rotary_launch(  # type: ignore[no-any-return]
@@ -156,10 +156,10 @@ class LayerKernels:
     # ----------------------------------------------------------------------------------------------------------------
     # Feed-forward
 
-    def feed_forward(self, activation: str, kind: LayerNumbers, inner_size: int) -> Launch:
+    def feed_forward(self, activation: str, layer: LayerNumbers, inner_size: int) -> Launch:
         """Called with h, up_t, up_bias, down_t, pre, inner, out, philox."""
-        act = self.ends.activation_fwd_launch(self.total_tokens, inner_size, activation, kind.gated)
-        drop = self._inner_dropout(kind, inner_size)
+        act = self.ends.activation_fwd_launch(self.total_tokens, inner_size, activation, layer.gated)
+        drop = self._inner_dropout(layer, inner_size)
 
         def feed_forward(h, up_t, up_bias, down_t, pre, inner, out, philox):
             project(h, up_t, up_bias, pre)
@@ -170,14 +170,14 @@ class LayerKernels:
 
         return feed_forward
 
-    def _inner_dropout(self, kind: LayerNumbers, inner_size: int) -> Launch | None:
-        return self.dropout(inner_size, kind.inner_dropout) if kind.inner_dropout > 0 else None
+    def _inner_dropout(self, layer: LayerNumbers, inner_size: int) -> Launch | None:
+        return self.dropout(inner_size, layer.inner_dropout) if layer.inner_dropout > 0 else None
 
-    def feed_forward_bwd(self, activation: str, kind: LayerNumbers, inner_size: int, has_bias: bool) -> Launch:
+    def feed_forward_bwd(self, activation: str, layer: LayerNumbers, inner_size: int, has_bias: bool) -> Launch:
         """Called with dout, h, pre, up, down, narrow and wide (memory of inner's and of pre's widths), dup, ddown,
         dup_bias, dh, whether dh is added to what it has, and philox.
         """
-        total_tokens, drop, gated = self.total_tokens, self._inner_dropout(kind, inner_size), kind.gated
+        total_tokens, drop, gated = self.total_tokens, self._inner_dropout(layer, inner_size), layer.gated
         act = self.ends.activation_bwd_launch(total_tokens, inner_size, activation, gated, has_bias)
         shares = self.ends.dbias_shares(self.x, inner_size * (1 + gated) if has_bias else 0)
 
@@ -206,5 +206,5 @@ def project_back(dout: torch.Tensor, weight: torch.Tensor, dx: torch.Tensor, is_
         torch.mm(dout, weight, out=dx)
 
 
-def _options(kind: LayerNumbers, positions: torch.Tensor | None) -> tuple:
-    return kind.softmax_scale, kind.attention_dropout, (kind.window_left, kind.window_right), positions is not None
+def _options(layer: LayerNumbers, positions: torch.Tensor | None) -> tuple:
+    return layer.softmax_scale, layer.attention_dropout, (layer.window_left, layer.window_right), positions is not None

@@ -1,4 +1,4 @@
-"""Memory for what layers on a GPU make, by name, for each layer or junction.
+"""Memory for what layers on a GPU make, by name, for each layer or add_norm.
 
 Tensors of one name are rows of one buffer where all are alike: to make a tensor takes the host as long as a launch.
 """
@@ -31,18 +31,18 @@ class Memory:
         return self._lists.setdefault(name, [None] * self._count)
 
     def make(self, tensors: Tensors) -> None:
-        if not tensors.places:
+        if not tensors.indices:
             return
         if tensors.are_alike:
-            shape = (len(tensors.places), *self._shape(tensors, tensors.widths[0]))
+            shape = (len(tensors.indices), *self._shape(tensors, tensors.widths[0]))
             self._put_whole(tensors, self._new(shape, tensors))
         else:
             self._put(tensors, [self._new(self._shape(tensors, width), tensors) for width in tensors.widths])
 
     def make_in_turn(self, tensors: Tensors) -> None:
         """Where one place at a time uses its own: those of one shape are one."""
-        made = {width: self._new(self._shape(tensors, width), tensors) for width in set(tensors.widths)}
-        self._put(tensors, [made[width] for width in tensors.widths])
+        by_width = {width: self._new(self._shape(tensors, width), tensors) for width in set(tensors.widths)}
+        self._put(tensors, [by_width[width] for width in tensors.widths])
 
     def held(self, names: Iterable[Tensors]) -> list[torch.Tensor]:
         """What has to be kept that these are there again: see `take`."""
@@ -51,25 +51,25 @@ class Memory:
             if tensors.name in self._whole:
                 held.append(self._whole[tensors.name])
             else:
-                held += [self[tensors.name][at] for at in tensors.places]
+                held += [self[tensors.name][at] for at in tensors.indices]
         return held
 
     def take(self, tensors: Tensors, held: Iterator[torch.Tensor]) -> None:
         """What `held` gave, which goes on behind it."""
-        if not tensors.places:
+        if not tensors.indices:
             return
         if tensors.are_alike:
             self._put_whole(tensors, next(held))
         else:
-            self._put(tensors, [next(held) for _ in tensors.places])
+            self._put(tensors, [next(held) for _ in tensors.indices])
 
     def _put_whole(self, tensors: Tensors, whole: torch.Tensor) -> None:
         self._whole[tensors.name] = whole
         self._put(tensors, whole.unbind())
 
-    def _put(self, tensors: Tensors, given: Sequence[torch.Tensor]) -> None:
+    def _put(self, tensors: Tensors, values: Sequence[torch.Tensor]) -> None:
         mine = self[tensors.name]
-        for at, t in zip(tensors.places, given, strict=True):
+        for at, t in zip(tensors.indices, values, strict=True):
             mine[at] = t
 
     def share(self, name: str, other: str) -> None:
@@ -90,8 +90,8 @@ class Memory:
         return [t for t in self[name] if t is not None]
 
     def _name_parts(self, names: Sequence[str], apart: Sequence[Sequence[torch.Tensor]]) -> None:
-        for part, given in zip(names, zip(*apart, strict=True), strict=True):
-            self._lists[part] = [*given]
+        for part, tensors in zip(names, zip(*apart, strict=True), strict=True):
+            self._lists[part] = [*tensors]
 
     def vectors_apart(self, name: str, sizes: Sequence[Sequence[int]]) -> list[Sequence[torch.Tensor]]:
         """Parts of each vector of a name, of these sizes; none where there is none."""
@@ -101,13 +101,13 @@ class Memory:
         return [() if t is None else t.split(size) for t, size in zip(self[name], sizes, strict=True)]
 
     def _shape(self, tensors: Tensors, width: int) -> tuple[int, ...]:
-        total_tokens, form = self._like.shape[0], tensors.form
-        if form == "vector":
+        total_tokens, shape_name = self._like.shape[0], tensors.shape_name
+        if shape_name == "vector":
             return (width,)
-        if form == "rows":
+        if shape_name == "rows":
             return (total_tokens, width)
         size = -(-width * total_tokens // _TO_16_BYTES) * _TO_16_BYTES
-        return (size,) if form == "numbers" else (2, size)
+        return (size,) if shape_name == "numbers" else (2, size)
 
     def _new(self, shape: tuple[int, ...], tensors: Tensors) -> torch.Tensor:
-        return self._like.new_empty(shape, dtype=self._dtypes.get(tensors.form, torch.float32))
+        return self._like.new_empty(shape, dtype=self._dtypes.get(tensors.shape_name, torch.float32))

@@ -14,13 +14,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fastbert.ops._common import define_triton
 from fastbert.ops.layers.layer_numbers import LayerNumbers
 
-# addresses, places int64, counts int32 (blocks,): where a block of a matrix lies, where it goes to in `merged`, and how
-# many elements it has, 2048 at most. like: one of the matrices. Elements of `merged` that no block has are not written.
+# addresses, offsets int64, counts int32 (blocks,): where a block of a matrix lies, where it goes to in `merged`, and
+# how many elements it has, 2048 at most. like: one of the matrices. Elements of `merged` that no block has are not
+# written.
 _MERGE = define_triton(
     "merge_matrices",
-    "(Tensor addresses, Tensor counts, Tensor places, Tensor like, bool is_aligned, Tensor(a!) merged) -> ()",
+    "(Tensor addresses, Tensor counts, Tensor offsets, Tensor like, bool is_aligned, Tensor(a!) merged) -> ()",
     "merging",
-    lambda addresses, counts, places, like, is_aligned, merged: None,
+    lambda addresses, counts, offsets, like, is_aligned, merged: None,
 )
 BLOCK = 2048  # of the kernel
 _ALIGNED = 16  # bytes: a load of the kernel's
@@ -28,33 +29,33 @@ PAD = 64  # elements: what begins at a multiple of them is aligned in every dtyp
 
 
 class Part(NamedTuple):
-    """What one product is made of, or its bias: the rows of each Linear, below each other, from `place` on."""
+    """What one product is made of, or its bias: the rows of each Linear, below each other, from `offset` on."""
 
     rows: tuple[int, ...]
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    place: int
+    offset: int
 
     @classmethod
-    def of(cls, rows: Sequence[int], columns: int | None, place: int) -> Part:
+    def of(cls, rows: Sequence[int], columns: int | None, offset: int) -> Part:
         """columns None: a bias."""
         if columns is None:
-            return cls(tuple(rows), (sum(rows),), (1,), place)
-        return cls(tuple(rows), (sum(rows), columns), (columns, 1), place)
+            return cls(tuple(rows), (sum(rows),), (1,), offset)
+        return cls(tuple(rows), (sum(rows), columns), (columns, 1), offset)
 
     @property
     def end(self) -> int:
         """Where the next one may begin."""
         size = self.shape[0] * (self.shape[1] if len(self.shape) > 1 else 1)
-        return -(-(self.place + size) // PAD) * PAD
+        return -(-(self.offset + size) // PAD) * PAD
 
-    def places(self) -> list[int]:
+    def offsets(self) -> list[int]:
         """Where the rows of each Linear begin."""
         columns = self.shape[1] if len(self.shape) > 1 else 1
-        return [self.place + sum(self.rows[:i]) * columns for i in range(len(self.rows))]
+        return [self.offset + sum(self.rows[:i]) * columns for i in range(len(self.rows))]
 
     def within(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.as_strided(self.shape, self.strides, self.place)
+        return flat.as_strided(self.shape, self.strides, self.offset)
 
 
 class Run:
@@ -67,7 +68,7 @@ class Run:
     def __init__(self, parts: Sequence[Part | None]):
         self.parts = parts
         alike = {None if part is None else (part.rows, part.shape) for part in parts}
-        steps = {b.place - a.place for a, b in pairwise(parts) if a is not None and b is not None}
+        steps = {b.offset - a.offset for a, b in pairwise(parts) if a is not None and b is not None}
         self.step = None if None in alike or len(alike) > 1 or len(steps) > 1 else max(steps, default=0)
 
     def within(self, flat: torch.Tensor, transposed: bool = False) -> Sequence[torch.Tensor | None]:
@@ -79,26 +80,26 @@ class Run:
         shape, strides = first.shape, first.strides
         if transposed:
             shape, strides = shape[::-1], strides[::-1]
-        return flat.as_strided((len(self.parts), *shape), (self.step, *strides), first.place).unbind()
+        return flat.as_strided((len(self.parts), *shape), (self.step, *strides), first.offset).unbind()
 
     def linears(self, flat: torch.Tensor) -> list[Sequence[torch.Tensor]]:
         """Of layers that are alike: for each Linear of the product, its rows of each layer."""
-        first, step, made = self.parts[0], self.step, list[Sequence[torch.Tensor]]()
+        first, step, by_linear = self.parts[0], self.step, list[Sequence[torch.Tensor]]()
         assert first is not None and step is not None
-        for rows, place in zip(first.rows, first.places(), strict=True):
+        for rows, offset in zip(first.rows, first.offsets(), strict=True):
             size = (len(self.parts), rows, *first.shape[1:])
-            made.append(flat.as_strided(size, (step, *first.strides), place).unbind())
-        return made
+            by_linear.append(flat.as_strided(size, (step, *first.strides), offset).unbind())
+        return by_linear
 
 
 class _Copied(NamedTuple):
-    """By their places among the operands: weights that are copied, and that are not; biases that are. places: where all
-    of the former go to, and then the latter."""
+    """By their places among the operands: weights that are copied, and that are not; biases that are. offsets: where
+    all of the former go to, and then the latter."""
 
     weights: list[int]
     kept: list[int]
     biases: list[int]
-    places: list[int]
+    offsets: list[int]
 
 
 class Layout:
@@ -128,14 +129,14 @@ class Layout:
             others = (len(qkv.rows), layer.num_linears - 1)
             self.product_biases += [count + at for at, i in enumerate(there) if i not in others]
             count += len(there)
-            found: list[Part | None] = []
+            layer_biases: list[Part | None] = []
             for part, linear in ((qkv, 0), (up, len(qkv.rows) + 1)):
                 if layer.biases >> linear & 1:
-                    found.append(Part.of(part.rows, None, at))
-                    at = found[-1].end  # type: ignore[union-attr]
+                    layer_biases.append(Part.of(part.rows, None, at))
+                    at = layer_biases[-1].end  # type: ignore[union-attr]
                 else:
-                    found.append(None)
-            self.biases.append(found)
+                    layer_biases.append(None)
+            self.biases.append(layer_biases)
         self.size_with_biases = at
         self.runs = [Run([layer[i] for layer in self.products]) for i in range(4)]
         self.bias_runs = [Run([layer[i] for layer in self.biases]) for i in range(2)]
@@ -146,29 +147,29 @@ class Layout:
     def copied(self, all_weights: bool) -> _Copied:
         """What `merged` copies: all weights, or those of several Linears of one product; and the products' biases."""
         if all_weights not in self._copied:
-            self._copied[all_weights] = self._made_copied(all_weights)
+            self._copied[all_weights] = self._new_copied(all_weights)
         return self._copied[all_weights]
 
-    def _made_copied(self, all_weights: bool) -> _Copied:
+    def _new_copied(self, all_weights: bool) -> _Copied:
         weights: list[int] = []
         kept: list[int] = []
-        places: list[int] = []
+        offsets: list[int] = []
         at = 0
         for part in [part for layer in self.products for part in layer]:
             leaves = range(at, at + len(part.rows))
             at += len(part.rows)
             if all_weights or len(part.rows) > 1:
                 weights += leaves
-                places += part.places()
+                offsets += part.offsets()
             else:
                 kept += leaves
         for part in [part for layer in self.biases for part in layer if part is not None]:
-            places += part.places()
-        return _Copied(weights, kept, self.product_biases, places)
+            offsets += part.offsets()
+        return _Copied(weights, kept, self.product_biases, offsets)
 
     def merged_size(self, all_weights: bool) -> int:
         """Of the buffer that has what is copied."""
-        return self.size_with_biases if self.copied(all_weights).places else 0
+        return self.size_with_biases if self.copied(all_weights).offsets else 0
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The part of each Linear's weight of a buffer that has all of them: their gradients."""
@@ -180,9 +181,9 @@ class Layout:
             ]
         parts = [part for layer in self.products for part in layer]
         return [
-            flat.as_strided((rows, part.shape[1]), part.strides, place)
+            flat.as_strided((rows, part.shape[1]), part.strides, offset)
             for part in parts
-            for rows, place in zip(part.rows, part.places(), strict=True)
+            for rows, offset in zip(part.rows, part.offsets(), strict=True)
         ]
 
 
@@ -230,40 +231,40 @@ def merge_weights(
     which = layout.copied(weights[0].dtype is not flat.dtype)
     copied = [*[weights[i] for i in which.weights], *[biases[i] for i in which.biases]]
     if copied:
-        _merge(tables, ("weights", len(layout.products)), copied, which.places, flat)
+        _merge(tables, ("weights", len(layout.products)), copied, which.offsets, flat)
 
 
 def merge_vectors(
-    tables: dict[Any, _Table], vectors: Sequence[torch.Tensor], places: Sequence[int], flat: torch.Tensor
+    tables: dict[Any, _Table], vectors: Sequence[torch.Tensor], offsets: Sequence[int], flat: torch.Tensor
 ) -> None:
     """Copy vectors, of the dtype of `flat`, to their places there."""
-    _merge(tables, ("vectors", len(vectors)), vectors, places, flat)
+    _merge(tables, ("vectors", len(vectors)), vectors, offsets, flat)
 
 
 def _merge(
-    tables: dict[Any, _Table], name: Any, copied: Sequence[torch.Tensor], places: Sequence[int], flat: torch.Tensor
+    tables: dict[Any, _Table], name: Any, copied: Sequence[torch.Tensor], offsets: Sequence[int], flat: torch.Tensor
 ) -> None:
     dtype = flat.dtype
     known_by = (dtype, *map(torch.Tensor.data_ptr, copied))
     table = tables.get(name)
     if table is None or table.known_by != known_by:
-        table = tables[name] = _made_table(copied, places, known_by, dtype)
+        table = tables[name] = _new_table(copied, offsets, known_by, dtype)
     _MERGE(*table.operands, copied[0], table.is_aligned, flat)
 
 
-def is_copied(part: Part, given: torch.dtype, dtype: torch.dtype) -> bool:
-    return given is not dtype or len(part.rows) > 1
+def is_copied(part: Part, weight_dtype: torch.dtype, dtype: torch.dtype) -> bool:
+    return weight_dtype is not dtype or len(part.rows) > 1
 
 
-def _made_table(copied: Sequence[torch.Tensor], places: Sequence[int], known_by: tuple, dtype: torch.dtype) -> _Table:
+def _new_table(copied: Sequence[torch.Tensor], offsets: Sequence[int], known_by: tuple, dtype: torch.dtype) -> _Table:
     """In Python, once: no tensor is asked for a value."""
     addresses, counts, to = list[int](), list[int](), list[int]()
-    for t, place in zip(copied, places, strict=True):
+    for t, offset in zip(copied, offsets, strict=True):
         address, size, width = t.data_ptr(), t.numel(), t.element_size()
         for start in range(0, size, BLOCK):
             addresses.append(address + width * start)
             counts.append(min(BLOCK, size - start))
-            to.append(place + start)
+            to.append(offset + start)
     is_aligned = not any(n % _ALIGNED for n in (*addresses, *to))
     device = copied[0].device
     operands = (

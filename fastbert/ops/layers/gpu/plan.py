@@ -18,12 +18,12 @@ class Norm(NamedTuple):
     eps: float
 
 
-class Junction(NamedTuple):
-    """Where a half of a layer ends: dropout(x + bias) + residual, normed as the next half takes it.
+class AddNorm(NamedTuple):
+    """What ends a sublayer: dropout(x + bias) + residual, normed as the next sublayer takes it.
 
-    norm: None where the next half takes the sum. some: any norm of the layer, whose kernel makes the sum. bias: where
-    it begins among a call's vectors, or -1. seed: of the layer's, counted as LayerNumbers' dropouts. is_start: before
-    the first layer, where there is nothing to add. key: which of Plan.junction_keys.
+    norm: None where the next sublayer takes the sum. some: any norm of the layer, whose kernel makes the sum. bias:
+    where it begins among a call's vectors, or -1. seed: of the layer's, counted as LayerNumbers' dropouts. is_start:
+    before the first layer, where there is nothing to add. key: which of Plan.add_norm_keys.
     """
 
     norm: Norm | None
@@ -36,30 +36,30 @@ class Junction(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """Tensors of one name: at which places there is one, layers or junctions, and how wide each is.
+    """Tensors of one name: of which layers or add_norms (`indices`) there is one, and how wide each is.
 
-    form: "rows", (total_tokens, width) in the products' dtype; float32 "numbers", one a row, and "stats", softmax_stats
-    of as many heads; "vector", (width,) in the parameters' dtype.
+    shape_name: "rows", (total_tokens, width) in the products' dtype; float32 "numbers", one a row, and "stats",
+    softmax_stats of as many heads; "vector", (width,) in the parameters' dtype.
     """
 
     name: str
-    form: str
-    places: tuple[int, ...]
+    shape_name: str
+    indices: tuple[int, ...]
     widths: tuple[int, ...]
     are_alike: bool  # of one width
 
     @classmethod
-    def of(cls, name: str, form: str, places: Sequence[int], widths: Sequence[int]) -> Tensors:
-        return cls(name, form, tuple(places), tuple(widths), len(set(widths)) == 1)
+    def of(cls, name: str, shape_name: str, indices: Sequence[int], widths: Sequence[int]) -> Tensors:
+        return cls(name, shape_name, tuple(indices), tuple(widths), len(set(widths)) == 1)
 
 
 class Plan:
     """kinds: of each layer, which are all post-norm or all pre-norm; which_kind: its place in distinct_kinds.
 
-    entries: the junction before each layer and the one behind the last; middles: the one in each layer. kept: what
+    entries: the add_norm before each layer and the one behind the last; middles: the one in each layer. kept: what
     forward keeps, in this order; bodies: what is kept of layers, or made again. vectors: gradients of biases and norms.
-    A call's vectors are those that junctions take, one behind the other (size_of_vectors elements): of the layers'
-    biases those that junction_biases names, and then all norms; vector_places says where each begins.
+    A call's vectors are those that add_norms take, one behind the other (size_of_vectors elements): of the layers'
+    biases those that add_norm_biases names, and then all norms; vector_offsets says where each begins.
     """
 
     def __init__(
@@ -74,65 +74,65 @@ class Plan:
         self.recomputes, self.norm_first, self.rms = recomputes, kinds[0].norm_first, kinds[0].rms
         self.layout = Layout(kinds, hidden_size, inner)
         self.distinct_kinds = tuple(dict.fromkeys(kinds))
-        self.which_kind = tuple([self.distinct_kinds.index(kind) for kind in kinds])
+        self.which_kind = tuple([self.distinct_kinds.index(layer) for layer in kinds])
         self.heads = tuple([(k.num_heads, k.num_kv_heads, k.head_dim) for k in kinds])
         self.pre_widths = tuple([sum(part.rows) for _, _, part, _ in self.layout.products])
-        self.has_dropout = any([any(kind.dropouts) for kind in kinds])
-        self.has_inner_dropout = any([kind.inner_dropout > 0 for kind in kinds])
+        self.has_dropout = any([any(layer.dropouts) for layer in kinds])
+        self.has_inner_dropout = any([layer.inner_dropout > 0 for layer in kinds])
         self._place_vectors()
-        self.junction_keys: list[tuple] = []  # of LayerKernels.norm_fwd
-        self.entries, self.middles = self._junctions()
+        self.add_norm_keys: list[tuple] = []  # of LayerKernels.norm_fwd
+        self.entries, self.middles = self._add_norms()
         self.bodies = tuple(self._bodies())
         self.kept = (*self._entries_kept(), *(() if recomputes else self.bodies))
         self.vectors = tuple(self._vectors())
 
     def _place_vectors(self) -> None:
-        self.junction_biases: list[int] = []
+        self.add_norm_biases: list[int] = []
         biases, which = 0, list[list[int]]()  # of output and down of each layer, among those; -1: there is none
-        for kind in self.kinds:
-            there = [i for i in range(kind.num_linears) if kind.biases >> i & 1]
+        for layer in self.kinds:
+            there = [i for i in range(layer.num_linears) if layer.biases >> i & 1]
             which.append([])
-            for linear in (_output(kind), kind.num_linears - 1):
-                which[-1].append(len(self.junction_biases) if linear in there else -1)
-                self.junction_biases += [biases + there.index(linear)] if linear in there else []
+            for linear in (_output(layer), layer.num_linears - 1):
+                which[-1].append(len(self.add_norm_biases) if linear in there else -1)
+                self.add_norm_biases += [biases + there.index(linear)] if linear in there else []
             biases += len(there)
         step = -(-self.hidden_size // PAD) * PAD
         self.biases = [tuple([at if at < 0 else at * step for at in mine]) for mine in which]
         self.norms: list[tuple[Norm | None, Norm | None]] = []
-        at = len(self.junction_biases) * step
-        for kind in self.kinds:
-            found: list[Norm | None] = []
-            for i, eps in enumerate((kind.attention_norm_eps, kind.feed_forward_norm_eps)):
-                bits = kind.norms >> 2 * i & 3
-                found.append(Norm(at, at + step if bits & 2 else -1, eps) if bits else None)
+        at = len(self.add_norm_biases) * step
+        for layer in self.kinds:
+            pair: list[Norm | None] = []
+            for i, eps in enumerate((layer.attention_norm_eps, layer.feed_forward_norm_eps)):
+                bits = layer.norms >> 2 * i & 3
+                pair.append(Norm(at, at + step if bits & 2 else -1, eps) if bits else None)
                 at += bits.bit_count() * step
-            self.norms.append((found[0], found[1]))
-        self.size_of_vectors, self.vector_places = at, list(range(0, at, step))
+            self.norms.append((pair[0], pair[1]))
+        self.size_of_vectors, self.vector_offsets = at, list(range(0, at, step))
 
-    def _junctions(self) -> tuple[list[Junction], list[Junction]]:
-        """A post-norm layer's second norm stands in the junction behind it; a pre-norm layer's first one before it."""
+    def _add_norms(self) -> tuple[list[AddNorm], list[AddNorm]]:
+        """A post-norm layer's second norm stands in the add_norm behind it; a pre-norm layer's first one before it."""
         first_norm = self.norms[0][0] if self.norm_first else None
-        entries = [self._junction(first_norm, _some(self.norms[0]), -1, 0.0, 0, True)]
+        entries = [self._add_norm(first_norm, _some(self.norms[0]), -1, 0.0, 0, True)]
         middles = []
-        for i, (kind, mine, biases) in enumerate(zip(self.kinds, self.norms, self.biases, strict=True)):
+        for i, (layer, mine, biases) in enumerate(zip(self.kinds, self.norms, self.biases, strict=True)):
             middle, behind = mine[self.norm_first], mine[1]
             if self.norm_first:
                 behind = self.norms[i + 1][0] if i + 1 < len(self.norms) else None
-            middles.append(self._junction(middle, _some(mine), biases[0], kind.attention_output_dropout, 1))
-            entries.append(self._junction(behind, _some(mine), biases[1], kind.feed_forward_dropout, 3))
+            middles.append(self._add_norm(middle, _some(mine), biases[0], layer.attention_output_dropout, 1))
+            entries.append(self._add_norm(behind, _some(mine), biases[1], layer.feed_forward_dropout, 3))
         return entries, middles
 
-    def _junction(
+    def _add_norm(
         self, norm: Norm | None, some: Norm, bias: int, dropout_p: float, seed: int, is_start: bool = False
-    ) -> Junction:
+    ) -> AddNorm:
         eps, has_bias = (1.0, False) if norm is None else (norm.eps, norm.bias >= 0)
         key = (dropout_p, eps, bias >= 0, not is_start, has_bias, not is_start, norm is not None)
-        if key not in self.junction_keys:
-            self.junction_keys.append(key)
-        return Junction(norm, some, bias, dropout_p, seed, self.junction_keys.index(key), is_start)
+        if key not in self.add_norm_keys:
+            self.add_norm_keys.append(key)
+        return AddNorm(norm, some, bias, dropout_p, seed, self.add_norm_keys.index(key), is_start)
 
     def _entries_kept(self) -> Iterator[Tensors]:
-        """x, which is the first junction's sum, is kept by the caller, and what comes out of the stack need not be."""
+        """x, which is the first add_norm's sum, is kept by the caller, and what comes out of the stack need not be."""
         last, rows = len(self.kinds), self.hidden_size
         normed = [j for j, entry in enumerate(self.entries) if entry.norm is not None]
         yield _alike("entry_sums", "rows", [j for j in range(1, last + 1) if j in normed or j < last], rows)
@@ -176,13 +176,13 @@ class Plan:
             yield _alike(f"{name}_biases", "vector", [i for i, norm in norms if norm.bias >= 0], rows)  # type: ignore[union-attr]
 
 
-def _output(kind: LayerNumbers) -> int:
+def _output(layer: LayerNumbers) -> int:
     """Which of a layer's Linears is the attention's output."""
-    return 1 if kind.merged_qkv else 3
+    return 1 if layer.merged_qkv else 3
 
 
-def _alike(name: str, form: str, places: Sequence[int], width: int) -> Tensors:
-    return Tensors.of(name, form, places, [width] * len(places))
+def _alike(name: str, shape_name: str, indices: Sequence[int], width: int) -> Tensors:
+    return Tensors.of(name, shape_name, indices, [width] * len(indices))
 
 
 def _some(norms: tuple[Norm | None, Norm | None]) -> Norm:

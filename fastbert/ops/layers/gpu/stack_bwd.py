@@ -8,7 +8,7 @@ import torch
 
 from fastbert.ops.layers.gpu.kernels import project_back
 from fastbert.ops.layers.gpu.memory import Memory
-from fastbert.ops.layers.gpu.plan import Junction
+from fastbert.ops.layers.gpu.plan import AddNorm
 from fastbert.ops.layers.gpu.stack import ENTRIES, MIDDLES, Forward, Names, Stack
 
 
@@ -33,7 +33,7 @@ def backward(
 
 
 class _Rows:
-    """Where the gradients of a junction's norm and of its bias go, by layer."""
+    """Where the gradients of an add_norm's norm and of its bias go, by layer."""
 
     def __init__(self, vectors: Memory, norm: str, biases: str):
         self.weights, self.norm_biases, self.biases = (
@@ -42,7 +42,7 @@ class _Rows:
 
 
 class _Backward:
-    """Backward, layer by layer. dh, dsum: gradients of what leaves the junction that comes next, of the next half's
+    """Backward, layer by layer. dh, dsum: gradients of what leaves the add_norm that comes next, of the next sublayer's
     operand, and, where that is another tensor, of the sum.
     """
 
@@ -66,8 +66,8 @@ class _Backward:
         self.dqkvs, self.dcontexts, self.narrow, self.wide, self.dq, self.dk, self.dv = (
             scratch[name] for name in ("qkvs", "contexts", "inners", "pres", "q", "k", "v")
         )
-        self.contexts, self.pres, self.q, self.k, self.v, self.tops, self.totals = (
-            memory[name] for name in ("contexts", "pres", "q", "k", "v", "tops", "totals")
+        self.contexts, self.pres, self.q, self.k, self.v, self.row_max, self.row_sum = (
+            memory[name] for name in ("contexts", "pres", "q", "k", "v", "row_max", "row_sum")
         )
         self.entries, self.middles = Names(memory, ENTRIES), Names(memory, MIDDLES)
         self.product, self.pool = torch.empty_like(x), list[torch.Tensor]()
@@ -90,23 +90,23 @@ class _Backward:
         self.pool.append(torch.empty_like(self.stack.x))
         return self.pool[-1]
 
-    def _join(self, junction: Junction, names: Names, at: int, rows: _Rows, layer: int, of_norm: int) -> torch.Tensor:
+    def _join(self, add_norm: AddNorm, names: Names, at: int, rows: _Rows, layer: int, of_norm: int) -> torch.Tensor:
         """The gradient of what came out of the product; that of the residual becomes dsum. rows: where the gradients of
         the norm of layer `of_norm`, and of the bias of `layer`, go.
         """
-        stack, dh, dsum, p, norm = self.stack, self.dh, self.dsum, junction.dropout_p, junction.norm
-        has_bias, nowhere = junction.bias >= 0, self.nowhere
+        stack, dh, dsum, p, norm = self.stack, self.dh, self.dsum, add_norm.dropout_p, add_norm.norm
+        has_bias, nowhere = add_norm.bias >= 0, self.nowhere
         if norm is None:
             dx, self.dsum = dh, dh
             if p > 0:
                 dx = self.product
-                stack.kernels.dropout(self.stack.x.shape[1], p)(dh, stack.seeds[junction.seed][layer], dx)
+                stack.kernels.dropout(self.stack.x.shape[1], p)(dh, stack.seeds[add_norm.seed][layer], dx)
             if has_bias:
                 torch.sum(dx, 0, dtype=rows.biases[layer].dtype, out=rows.biases[layer])
             return dx
         dx, dsummed = self.product, self._spare(dh, dsum)
         normed = (names.sums[at], names.means[at], names.rstds[at], stack.vector(norm.weight))
-        seed = None if junction.is_start else stack.seeds[junction.seed][layer]
+        seed = None if add_norm.is_start else stack.seeds[add_norm.seed][layer]
         dbias = rows.biases[layer] if has_bias else nowhere
         dnorm = (rows.weights[of_norm], rows.norm_biases[of_norm] if norm.bias >= 0 else nowhere)
         stack.kernels.norm_bwd(p, dsum is not None, has_bias)(dh, dsum, *normed, seed, dx, dsummed, dbias, *dnorm)
@@ -114,7 +114,7 @@ class _Backward:
         return dx if p > 0 else dsummed
 
     def _next(self, has_norm: bool, dx: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Where the next junction's dh goes to, and whether it is added there: one tensor goes on from that junction,
+        """Where the next add_norm's dh goes to, and whether it is added there: one tensor goes on from that add_norm,
         as the operand and as the residual.
         """
         if self.stack.plan.norm_first and has_norm:
@@ -141,7 +141,7 @@ class _Backward:
         dqkv, dq, dk = self.dqkvs[i], self.dq[i], self.dk[i]
         torch.mm(dx.t(), self.contexts[i], out=self.doutput_weights[i])
         torch.mm(dx, self.output_weights[i], out=self.dcontexts[i])
-        kept = (self.q[i], self.k[i], self.v[i], self.contexts[i], self.tops[i], self.totals[i])
+        kept = (self.q[i], self.k[i], self.v[i], self.contexts[i], self.row_max[i], self.row_sum[i])
         batch = (stack.tiles[i], stack.seeds[0][i], stack.positions[i])
         self.attend[i](self.dcontexts[i], *kept, dq, dk, self.dv[i], *batch)
         if self.rotate[i] is not None:

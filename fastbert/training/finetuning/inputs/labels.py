@@ -72,17 +72,17 @@ class Labels:
                         f" {len(self.names)} labels"
                     )
             return np.array(rows_of_bits, np.float32)
-        place = {name: i for i, name in enumerate(self.names)}
+        index_of = {name: i for i, name in enumerate(self.names)}
         if self.problem == "single_label_classification":
-            return np.array([self._place(place, value, where, i) for i, value in enumerate(values)], np.int64)
-        found = np.zeros((len(values), len(self.names)), np.float32)
+            return np.array([self._class_index(index_of, value, where, i) for i, value in enumerate(values)], np.int64)
+        targets = np.zeros((len(values), len(self.names)), np.float32)
         for i, value in enumerate(values):
             for name in several(value):
-                found[i, self._place(place, name, where, i)] = 1.0
-        return found
+                targets[i, self._class_index(index_of, name, where, i)] = 1.0
+        return targets
 
-    def _place(self, place: dict[str, int], value: Any, where: str, row: int) -> int:
-        index = place.get(str(value))
+    def _class_index(self, index_of: dict[str, int], value: Any, where: str, row: int) -> int:
+        index = index_of.get(str(value))
         if index is None:
             known = ", ".join(self.names[:10]) + (", ..." if len(self.names) > 10 else "")
             raise InputError(
@@ -92,8 +92,8 @@ class Labels:
         return index
 
 
-def find_labels(rows: Dataset, column: str, where: str, problem: str, kind: str = "auto") -> Labels:
-    """What the labels of the training rows mean, by `problem` and `kind` (--label-type), or by what they look like
+def find_labels(rows: Dataset, column: str, where: str, problem: str, encoding: str = "auto") -> Labels:
+    """What the labels of the training rows mean, by `problem` and `encoding` (--label-type), or by what they look like
     ("auto"): lists are several labels at once, names or multi-hot rows; numbers with a fraction a regression.
 
     Raises InputError: a label that is missing, or what may be meant in two ways, with the first rows.
@@ -103,20 +103,20 @@ def find_labels(rows: Dataset, column: str, where: str, problem: str, kind: str 
     if problem == "auto":
         problem = _problem_of(values, first)
     is_several = problem == "multi_label_classification"
-    if kind != "auto" and not is_several:
-        raise InputError(f"label_type {kind} is for several labels a row; problem_type is {problem}")
+    if encoding != "auto" and not is_several:
+        raise InputError(f"label_type {encoding} is for several labels a row; problem_type is {problem}")
     if problem == "regression":
         return Labels("regression", (), column)
     if not is_several and any(isinstance(value, list) for value in values):
         raise InputError(f"{where}: {column} holds lists, and problem_type {problem} has one label a row")
-    if is_several and class_names(rows, column) == () and _are_multi_hot(values, kind, first):
+    if is_several and class_names(rows, column) == () and _are_multi_hot(values, encoding, first):
         width = len(_bits_of(values[0]))
         if not width:
             what = "a row of several labels has a list of a 0 or a 1 for each of them"
             raise InputError(f"{where}, row 1: {column} is {values[0]!r:.80}; {what}, if label_type is multi_hot")
         return Labels(problem, tuple(f"LABEL_{i}" for i in range(width)), column, True)  # type: ignore[arg-type]
-    found = {name for value in values for name in several(value)} if is_several else set(values)
-    names = class_names(rows, column) or tuple(str(value) for value in in_order(found))
+    distinct = {name for value in values for name in several(value)} if is_several else set(values)
+    names = class_names(rows, column) or tuple(str(value) for value in in_order(distinct))
     if len(names) < (1 if is_several else 2):
         raise InputError(f"{where}: {column} has one label alone, {names[0]!r}: there is nothing to learn")
     return Labels(problem, names, column)  # type: ignore[arg-type]
@@ -135,12 +135,12 @@ def _all_there(rows: Dataset, column: str, where: str) -> list[Any]:
     return values
 
 
-def in_order(found: set[Any]) -> list[Any]:
+def in_order(values: set[Any]) -> list[Any]:
     """Numbers by their size, as those of a .csv, where all are texts of whole numbers; texts by the alphabet."""
-    if all(isinstance(value, str) and value.isdecimal() for value in found):
-        return sorted(found, key=lambda value: (int(value), value))
-    numbers = [value for value in found if isinstance(value, (int, float))]
-    return sorted(numbers) + sorted((value for value in found if not isinstance(value, (int, float))), key=str)
+    if all(isinstance(value, str) and value.isdecimal() for value in values):
+        return sorted(values, key=lambda value: (int(value), value))
+    numbers = [value for value in values if isinstance(value, (int, float))]
+    return sorted(numbers) + sorted((value for value in values if not isinstance(value, (int, float))), key=str)
 
 
 def plain(rows: Dataset, column: str) -> list[Any]:
@@ -172,22 +172,22 @@ def several(value: Any) -> list[Any]:
     return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else [value]
 
 
-def class_weights(given: Sequence[str], labels: Labels, values: np.ndarray) -> np.ndarray | None:
+def class_weights(spec: Sequence[str], labels: Labels, values: np.ndarray) -> np.ndarray | None:
     """How much each class counts, float32 (classes,): "balanced" (a class that is rare counts more, as scikit-learn's),
     or a number a class. They are scaled so that their mean over the training rows is 1. Raises ConfigError.
     """
-    if not given:
+    if not spec:
         return None
     if labels.problem != "single_label_classification":
         raise ConfigError(f"class_weights are for one label a row; this is a {labels.problem}")
     counts = np.bincount(values, minlength=len(labels.names))
-    if tuple(given) == ("balanced",):
+    if tuple(spec) == ("balanced",):
         weights = np.where(counts > 0, len(values) / (len(counts) * np.maximum(counts, 1)), 0.0)
     else:
         try:
-            weights = np.array([float(weight) for weight in given])
+            weights = np.array([float(weight) for weight in spec])
         except ValueError:
-            raise ConfigError(f"class_weights is {' '.join(given)}; it must be balanced, or a number a label") from None
+            raise ConfigError(f"class_weights is {' '.join(spec)}; it must be balanced, or a number a label") from None
         if len(weights) != len(counts) or not np.isfinite(weights).all() or (weights < 0).any():
             raise ConfigError(
                 f"class_weights has {len(weights)} numbers for {len(counts)} labels ({', '.join(labels.names)}); they"
@@ -217,16 +217,16 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) or (isinstance(value, str) and value.strip().lstrip("+-").isdecimal())
 
 
-def _are_multi_hot(values: list[Any], kind: str, first: str) -> bool:
+def _are_multi_hot(values: list[Any], encoding: str, first: str) -> bool:
     """Whether rows of several labels have a 0 or a 1 for each label, and are no lists of names."""
     lists = [value for value in values if _is_list_as_text(value)]
     may_be_names = all(map(_ONE_IN_BRACKETS.fullmatch, map(str.strip, lists)))
-    if lists and not (kind == "names" and may_be_names):
+    if lists and not (encoding == "names" and may_be_names):
         ways = "Give lists in a .jsonl or a .parquet, or commas alone (a,b). Where names have brackets, say"
         more = ", or --label-type names" if may_be_names else ""
         raise InputError(f"{first}: lists written as texts? {ways} --problem-type single_label_classification{more}")
-    if kind != "auto":
-        return kind == "multi_hot"
+    if encoding != "auto":
+        return encoding == "multi_hot"
     rows_of_bits = [_bits_of(value) for value in values]
     is_even, is_no_set = _is_of_one_width(rows_of_bits), _has_doubles(rows_of_bits)
     if is_even and (is_no_set or any(isinstance(bits[0], float) for bits in rows_of_bits)):

@@ -60,15 +60,15 @@ def _load(names: Sequence[str], options: FinetuneOptions, split: str) -> Dataset
 
 
 def text_columns(
-    names: Sequence[str], given: Sequence[str], where: str, flag: str = "--text-columns"
+    names: Sequence[str], chosen: Sequence[str], where: str, flag: str = "--text-columns"
 ) -> tuple[str, ...]:
     """The column of texts, or the two of pairs of texts. Raises InputError, listing what there is."""
-    if given:
-        if len(given) > 2:
-            raise InputError(f"text_columns has {len(given)} names; an example is one text or a pair of texts")
-        if missing := [name for name in given if name not in names]:
+    if chosen:
+        if len(chosen) > 2:
+            raise InputError(f"text_columns has {len(chosen)} names; an example is one text or a pair of texts")
+        if missing := [name for name in chosen if name not in names]:
             raise InputError(f"{where} has no column {missing[0]!r}; it has: {', '.join(names)}")
-        return tuple(given)
+        return tuple(chosen)
     for pair in PAIRS:
         if set(pair) <= set(names):
             return pair
@@ -80,12 +80,12 @@ def text_columns(
     )
 
 
-def label_column(names: Sequence[str], given: str, where: str) -> str:
+def label_column(names: Sequence[str], chosen: str, where: str) -> str:
     """Raises InputError, listing what there is."""
-    if given:
-        if given not in names:
-            raise InputError(f"{where} has no column {given!r}; it has: {', '.join(names)}")
-        return given
+    if chosen:
+        if chosen not in names:
+            raise InputError(f"{where} has no column {chosen!r}; it has: {', '.join(names)}")
+        return chosen
     for name in LABELS:
         if name in names:
             return name

@@ -35,59 +35,61 @@ def load_questions(
 ) -> Questions:
     """Raises InputError, naming the question: nothing there, a part that is missing, or an empty one."""
     name = ", ".join(names)
-    made = Questions([], [], [], [], name)
+    data = Questions([], [], [], [], name)
     if not delimiter and all(Path(path).suffix.lower() == ".json" and Path(path).is_file() for path in names):
         for path in names:
-            _read_squad(Path(path), made, with_answers)
+            _read_squad(Path(path), data, with_answers)
     else:
         rows = load_source(list(names), split, delimiter=delimiter)
         check_columns(rows, COLUMNS if with_answers else COLUMNS[:2], name)
         ids = rows["id"][:] if "id" in rows.column_names else range(1, len(rows) + 1)
         answers = rows["answers"][:] if with_answers else [None] * len(rows)
         for one in zip(ids, rows["question"][:], rows["context"][:], answers, strict=True):
-            _add(made, *one, with_answers)
-    if not made.questions:
+            _add(data, *one, with_answers)
+    if not data.questions:
         raise InputError(f"{name} holds no questions")
-    return made
+    return data
 
 
-def _read_squad(path: Path, made: Questions, with_answers: bool) -> None:
+def _read_squad(path: Path, data: Questions, with_answers: bool) -> None:
     try:
-        found = json.loads(path.read_bytes())
-        for article in found["data"]:
+        squad = json.loads(path.read_bytes())
+        for article in squad["data"]:
             for paragraph in article["paragraphs"]:
                 for one in paragraph["qas"]:
                     answers = None if one.get("is_impossible") else one.get("answers")
-                    given = [] if one.get("is_impossible") else answers
-                    _add(made, one["id"], one["question"], paragraph["context"], given, with_answers)
+                    listed = [] if one.get("is_impossible") else answers
+                    _add(data, one["id"], one["question"], paragraph["context"], listed, with_answers)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
             f"{path} is no SQuAD file, which has data, paragraphs, qas: {type(error).__name__}: {error}"
         ) from None
 
 
-def _add(made: Questions, key: Any, question: Any, context: Any, answers: Any, with_answers: bool) -> None:
-    where = f"{made.name}, question {key}"
+def _add(data: Questions, key: Any, question: Any, context: Any, answers: Any, with_answers: bool) -> None:
+    where = f"{data.name}, question {key}"
     for what, text in (("question", question), ("context", context)):
         if not isinstance(text, str) or not text.strip():
             raise InputError(f"{where}: the {what} is {'empty' if isinstance(text, str) else repr(text)}")
-    made.ids.append(str(key))
-    made.questions.append(question.strip())
-    made.contexts.append(context)
-    made.answers.append(_answers(answers, where) if with_answers else [])
+    data.ids.append(str(key))
+    data.questions.append(question.strip())
+    data.contexts.append(context)
+    data.answers.append(_answers(answers, where) if with_answers else [])
 
 
-def _answers(given: Any, where: str) -> list[tuple[str, int]]:
+def _answers(answers: Any, where: str) -> list[tuple[str, int]]:
     """From SQuAD's list of answers, or `datasets`' lists of texts and places."""
-    if isinstance(given, dict):
-        given = [dict(zip(given, pair, strict=True)) for pair in zip(*given.values(), strict=True)]
+    if isinstance(answers, dict):
+        answers = [dict(zip(answers, pair, strict=True)) for pair in zip(*answers.values(), strict=True)]
     try:
-        found = [(answer["text"], answer["answer_start"]) for answer in given]
+        pairs = [(answer["text"], answer["answer_start"]) for answer in answers]
     except (TypeError, KeyError):
-        raise InputError(f"{where}: its answers need a text and an answer_start each; they are {given!r:.80}") from None
-    if bad := [pair for pair in found if not isinstance(pair[0], str) or not isinstance(pair[1], int)]:
+        raise InputError(
+            f"{where}: its answers need a text and an answer_start each; they are {answers!r:.80}"
+        ) from None
+    if bad := [pair for pair in pairs if not isinstance(pair[0], str) or not isinstance(pair[1], int)]:
         raise InputError(f"{where}: an answer is {bad[0]!r:.80}; it must be a text and a place")
-    return found
+    return pairs
 
 
 def normalized(text: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fastbert.data.sources import check_columns, delimiter_for, load_source
-from fastbert.data.text_files import kind_of, lines_of
+from fastbert.data.text_files import lines_of, suffix_of
 from fastbert.errors import InputError, TextFileError
 from fastbert.training.finetuning.inputs.labels import in_order, plain
 from fastbert.training.options import FinetuneOptions
@@ -36,7 +36,7 @@ def load_tagged(options: FinetuneOptions) -> tuple[Tagged, Tagged | None, tuple[
     """(what to learn from, what to judge by, the tags). Raises InputError."""
     if not options.train:
         raise InputError("train is missing: the file to learn from")
-    _check_given(options)
+    _check_options(options)
     train = _load(options.train, options, "train")
     held_out = _load(options.eval, options, "validation") if options.eval else None
     names = tuple(in_order({tag for tags in train.tags for tag in tags}))
@@ -48,14 +48,14 @@ def load_tagged(options: FinetuneOptions) -> tuple[Tagged, Tagged | None, tuple[
     return train, held_out, names
 
 
-def _check_given(options: FinetuneOptions) -> None:
+def _check_options(options: FinetuneOptions) -> None:
     """Raises InputError for an option that would be ignored."""
     conll = [path for path in (*options.train, *options.eval) if is_conll(path)]
     if options.hash_lines != "auto" and not conll:
         raise InputError(f"hash_lines is for CoNLL files ({', '.join(CONLL)}), and {options.train[0]} is none")
-    given = [name for name in ("text_columns", "label_column") if getattr(options, name)]
-    if given and len(conll) == len(options.train) + len(options.eval):
-        raise InputError(f"{given[0]} is for files that have columns by name, and {conll[0]} has none")
+    column_options = [name for name in ("text_columns", "label_column") if getattr(options, name)]
+    if column_options and len(conll) == len(options.train) + len(options.eval):
+        raise InputError(f"{column_options[0]} is for files that have columns by name, and {conll[0]} has none")
 
 
 def _load(names: Sequence[str], options: FinetuneOptions, split: str) -> Tagged:
@@ -78,7 +78,7 @@ def _load(names: Sequence[str], options: FinetuneOptions, split: str) -> Tagged:
 
 
 def is_conll(path: str) -> bool:
-    return kind_of(Path(path)) in CONLL
+    return suffix_of(Path(path)) in CONLL
 
 
 def read_conll(path: Path, *, with_tags: bool = True, hash_lines: str = "auto") -> list[list[tuple[str, str]]]:
@@ -130,12 +130,12 @@ class _Words:
 
     @classmethod
     def of(cls, lines: Sequence[str], rows: Sequence[list[str]]) -> _Words:
-        made = cls(set(), set())
+        words = cls(set(), set())
         for line, columns in zip(lines, rows, strict=True):
             if line and columns[0] != "-DOCSTART-" and not _MAY_BE_COMMENT.match(line):
-                made.shapes.add(("\t" in line, len(columns)))
-                made.tags.add(columns[-1])
-        return made
+                words.shapes.add(("\t" in line, len(columns)))
+                words.tags.add(columns[-1])
+        return words
 
     def has(self, line: str, columns: list[str], *, is_first: bool, with_tags: bool) -> bool | None:
         """Whether a line is a word, and no comment; None: it may be either."""

@@ -1,4 +1,4 @@
-"""Answers in texts, from windows of their tokens: the best span of all windows, or none (Devlin et al. 2018, 4.2)."""
+"""Answers in texts, from chunks of their tokens: the best span of all chunks, or none (Devlin et al. 2018, 4.2)."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from fastbert.data.windows import TokenWindows
-from fastbert.data.windows.job import Rows, WindowJob, on_host, tokens_at
+from fastbert.data.chunks import TokenChunks
+from fastbert.data.chunks.job import ChunkJob, Rows, on_host, tokens_at
 from fastbert.packed_inputs import PackedInputs
 
 MAX_ANSWER = 30  # tokens, as in BERT's own evaluation
-# By what the spans of different windows are compared: the sum of the logits of their ends, or their probability, which
-# is of their own window alone.
+# By what the spans of different chunks are compared: the sum of the logits of their ends, or their probability, which
+# is of their own chunk alone.
 AnswerAggregate = Literal["logits", "probabilities"]
 Answers = dict[str, Any]  # columns
 
 
 def answers_job(
-    model: Any, made: TokenWindows, contexts: Sequence[str], *, no_answer: bool, aggregate: str = "logits"
-) -> WindowJob[Answers]:
-    """Columns: the `answer` of each question, from all windows of its text; its `score`, the probability of its begin
-    times that of its end, in its window; and where it stands in the text: `start`, `end`. No answer: "", 0, 0.
+    model: Any, chunks: TokenChunks, contexts: Sequence[str], *, no_answer: bool, aggregate: str = "logits"
+) -> ChunkJob[Answers]:
+    """Columns: the `answer` of each question, from all chunks of its text; its `score`, the probability of its begin
+    times that of its end, in its chunk; and where it stands in the text: `start`, `end`. No answer: "", 0, 0.
 
-    no_answer: there may be none. The first token of a window says so, and the answer is none if in each window that is
+    no_answer: there may be none. The first token of a chunk says so, and the answer is none if in each chunk that is
     likelier than the best span of all; with "logits" as in SQuAD 2.0 (BERT's own evaluation), with "probabilities" as
     transformers' pipeline has it.
     """
@@ -35,33 +35,33 @@ def answers_job(
         return torch.stack((output.start_logits, output.end_logits), -1)
 
     def reduce(packed: torch.Tensor, places: np.ndarray) -> np.ndarray:
-        logits, spans = on_host(packed), made.spans[tokens_at(made, places)]
-        cuts = np.cumsum(made.lengths[places])[:-1]
-        windows = zip(np.split(logits, cuts), np.split(spans, cuts), strict=True)
-        return np.array([best_of_window(*window) for window in windows])
+        logits, spans = on_host(packed), chunks.spans[tokens_at(chunks, places)]
+        cuts = np.cumsum(chunks.lengths[places])[:-1]
+        pairs = zip(np.split(logits, cuts), np.split(spans, cuts), strict=True)
+        return np.array([best_of_chunk(*pair) for pair in pairs])
 
     def finish(rows: Rows) -> Answers:
-        found = np.asarray(rows)
+        table = np.asarray(rows)
         by, nothing_by = (SUM, NOTHING_SUM) if aggregate == "logits" else (LOG_PROB, NOTHING_LOG_PROB)
-        best = np.array([windows[found[windows, by].argmax()] for windows in made.of_texts])
-        nothing = np.array([windows[found[windows, nothing_by].argmin()] for windows in made.of_texts])
-        there = found[best, by]
-        is_silent = (found[nothing, nothing_by] > there) if no_answer else ~np.isfinite(there)
-        scores = np.exp(np.where(is_silent, found[nothing, NOTHING_LOG_PROB], found[best, LOG_PROB]))
-        place = np.where(is_silent[:, None], 0, found[best, BEGIN : END + 1]).astype(np.int64)
-        starts, ends = place.T.tolist()
+        best = np.array([of_text[table[of_text, by].argmax()] for of_text in chunks.of_texts])
+        nothing = np.array([of_text[table[of_text, nothing_by].argmin()] for of_text in chunks.of_texts])
+        there = table[best, by]
+        is_silent = (table[nothing, nothing_by] > there) if no_answer else ~np.isfinite(there)
+        scores = np.exp(np.where(is_silent, table[nothing, NOTHING_LOG_PROB], table[best, LOG_PROB]))
+        spans = np.where(is_silent[:, None], 0, table[best, BEGIN : END + 1]).astype(np.int64)
+        starts, ends = spans.T.tolist()
         answers = [text[a:b] for text, a, b in zip(contexts, starts, ends, strict=True)]
         return {"answer": answers, "score": scores.tolist(), "start": starts, "end": ends}
 
-    return WindowJob(made, forward, reduce, finish)
+    return ChunkJob(chunks, forward, reduce, finish)
 
 
 # Of a window: its best span's sum of logits, and logarithm of probability; its characters; the same two of no answer.
 SUM, LOG_PROB, BEGIN, END, NOTHING_SUM, NOTHING_LOG_PROB = range(6)
 
 
-def best_of_window(logits: np.ndarray, spans: np.ndarray) -> np.ndarray:
-    """Of the logits of a window's tokens to begin and to end the answer, float32 (tokens, 2): the six numbers above."""
+def best_of_chunk(logits: np.ndarray, spans: np.ndarray) -> np.ndarray:
+    """Of the logits of a chunk's tokens to begin and to end the answer, float32 (tokens, 2): the six numbers above."""
     start, stop = logits[:, 0], logits[:, 1]
     a, b, total = best_span(start, stop, spans[:, 0] >= 0)
     of_all = float(torch.from_numpy(logits).logsumexp(0).sum())

@@ -1,4 +1,4 @@
-"""Examples of pre-training, cut from a corpus: windows of a document, and pairs of windows (NSP, SOP).
+"""Examples of pre-training, cut from a corpus: chunks of a document, and pairs of chunks (NSP, SOP).
 
 Every epoch cuts at other places. What an example is follows from the seed, the epoch and its number; its tokens are put
 together when it is read, in a DataLoader's worker.
@@ -21,12 +21,12 @@ _LABELS = {"nsp": "next_sentence_label", "sop": "sentence_order_label"}
 _SPLIT, _KIND, _OTHER = range(3)  # what a number is drawn for
 
 
-class CorpusWindows:
-    """The examples of an epoch, each a window of a document: as long as `max_length` allows, but at a document's ends.
+class CorpusChunks:
+    """The examples of an epoch, each a chunk of a document: as long as `max_length` allows, but at a document's ends.
 
     Args:
         corpus, tokenizer: which has tokenised it. max_length: of an example, special tokens included.
-        seed, epoch: the first window of a document is shorter by a number drawn from them.
+        seed, epoch: the first chunk of a document is shorter by a number drawn from them.
         with_types: whether examples have token_type_ids.
 
     Raises InputError: max_length leaves no room for tokens.
@@ -36,7 +36,7 @@ class CorpusWindows:
         self, corpus: Corpus, tokenizer: Tokenizer, max_length: int, *, seed: int, epoch: int, with_types: bool = True
     ):
         self.corpus, self.template, self.with_types = corpus, Template.of(tokenizer, 1), with_types
-        self.starts, self.stops = cut_windows(corpus, _room(max_length, self.template), seed, epoch)
+        self.starts, self.stops = cut_chunks(corpus, _room(max_length, self.template), seed, epoch)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -53,14 +53,14 @@ class CorpusWindows:
 class CorpusPairs:
     """The examples of an epoch: pairs of sequences A and B, which stand one behind the other in a document or do not.
 
-    "nsp": half of the B are from another document, and have the label 1 (Devlin et al. 2018, section 3.1). A window is
+    "nsp": half of the B are from another document, and have the label 1 (Devlin et al. 2018, section 3.1). A chunk is
     cut in two where a segment ends, if one does in its inner half, else anywhere in it. "sop": half of the pairs are in
-    the wrong order, and have the label 1 (Lan et al. 2019, section 3.1). A and B are whole segments where a window has
+    the wrong order, and have the label 1 (Lan et al. 2019, section 3.1). A and B are whole segments where a chunk has
     two of them, else parts of segments. Either way a label cannot be told from which ends are ends of segments.
 
-    The arguments are those of `CorpusWindows`; types say of which of the two a token is. `label` is the labels' name,
+    The arguments are those of `CorpusChunks`; types say of which of the two a token is. `label` is the labels' name,
     where it is not that of the kind of pairs.
-    Raises InputError, too: "nsp" of a corpus of one document, or no window of two tokens.
+    Raises InputError, too: "nsp" of a corpus of one document, or no chunk of two tokens.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class CorpusPairs:
             )
         self.corpus, self.template, self.label = corpus, Template.of(tokenizer, 2), label or _LABELS[pairs]
         self.with_types = with_types
-        starts, stops = cut_windows(corpus, _room(max_length, self.template), seed, epoch)
+        starts, stops = cut_chunks(corpus, _room(max_length, self.template), seed, epoch)
         starts, stops = starts[stops - starts > 1], stops[stops - starts > 1]
         keys = example_keys(seed, epoch, range(len(starts)))
         nothing = np.zeros(len(starts), np.int64)
@@ -123,8 +123,8 @@ def _room(max_length: int, template: Template) -> int:
     return room
 
 
-def cut_windows(corpus: Corpus, room: int, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, stops) in the corpus' tokens: every document cut into windows of `room` tokens, its first one and its
+def cut_chunks(corpus: Corpus, room: int, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    """(starts, stops) in the corpus' tokens: every document cut into chunks of `room` tokens, its first one and its
     last one being shorter.
     """
     sizes = np.diff(corpus.documents)
@@ -141,13 +141,13 @@ def cut_windows(corpus: Corpus, room: int, seed: int, epoch: int) -> tuple[np.nd
 
 
 def _inner_half(starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first and the last place where a window may be cut in two."""
+    """The first and the last place where a chunk may be cut in two."""
     margin = np.maximum(1, (stops - starts) // 4)
     return starts + margin, stops - margin
 
 
 def _split(corpus: Corpus, starts: np.ndarray, stops: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """Where each window of "nsp" is cut in two."""
+    """Where each chunk of "nsp" is cut in two."""
     low, high = _inner_half(starts, stops)
     anywhere = low + (draws * (high - low + 1)).astype(np.int64)
     first, last = np.searchsorted(corpus.segments, low, "left"), np.searchsorted(corpus.segments, high, "right")
@@ -159,12 +159,12 @@ def _split(corpus: Corpus, starts: np.ndarray, stops: np.ndarray, draws: np.ndar
 def _alike_ends(
     corpus: Corpus, starts: np.ndarray, stops: np.ndarray, draws: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where each window of "sop" begins, is cut in two, and ends: at ends of segments, or inside of segments, but not
-    some here and some there. A full stop before the cut, and none at the window's end, would tell the order.
+    """Where each chunk of "sop" begins, is cut in two, and ends: at ends of segments, or inside of segments, but not
+    some here and some there. A full stop before the cut, and none at the chunk's end, would tell the order.
     """
     segments = corpus.segments
     first, last = np.searchsorted(segments, starts, "left"), np.searchsorted(segments, stops, "right") - 1
-    whole = last - first  # segments in a window
+    whole = last - first  # segments in a chunk
     middle = np.minimum(first + 1 + (draws * (whole - 1)).astype(np.int64), len(segments) - 1)
     can_shrink = stops - starts > 3
     inside = starts + (can_shrink & np.isin(starts, segments)), stops - (can_shrink & np.isin(stops, segments))
@@ -172,8 +172,8 @@ def _alike_ends(
     split = low + (draws * (high - low + 1)).astype(np.int64)
     split += np.isin(split, segments) & (split + 1 < inside[1])
     ends = (segments[np.minimum(first, len(segments) - 1)], segments[middle], segments[last])
-    made = [np.where(whole > 1, *both) for both in zip(ends, (inside[0], split, inside[1]), strict=True)]
-    return made[0], made[1], made[2]
+    cuts = [np.where(whole > 1, *both) for both in zip(ends, (inside[0], split, inside[1]), strict=True)]
+    return cuts[0], cuts[1], cuts[2]
 
 
 def _elsewhere(corpus: Corpus, spans: np.ndarray, draws: np.ndarray) -> np.ndarray:
@@ -184,8 +184,8 @@ def _elsewhere(corpus: Corpus, spans: np.ndarray, draws: np.ndarray) -> np.ndarr
     own = np.searchsorted(corpus.documents, spans[:, 0], "right") - 1
     begin, end = corpus.documents[own], corpus.documents[own + 1]
     others = len(corpus.tokens) - (end - begin)  # a place among the tokens of all other documents
-    place = (draws * others).astype(np.int64)
-    starts = np.where(place < begin, place, place + (end - begin))
+    offset = (draws * others).astype(np.int64)
+    starts = np.where(offset < begin, offset, offset + (end - begin))
     starts = np.where(np.isin(spans[:, 0], segments), segments[np.searchsorted(segments, starts, "right") - 1], starts)
     ends = corpus.documents[np.searchsorted(corpus.documents, starts, "right")]
     stops = np.minimum(starts + spans[:, 1] - spans[:, 0], ends)

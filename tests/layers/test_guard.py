@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastbert.layers.fingerprint import ModuleFingerprint, TreeCache, forget_all
+from fastbert.layers.guard import ModuleGuard, TreeCache, forget_all
 from fastbert.layers.leaves import ATTRIBUTES, HOOKS, is_plain
 from fastbert.layers.quantized import QuantizedLinear
 from fastbert.native.dict_entries import PYTHON, dict_entries
@@ -27,13 +27,13 @@ def make() -> nn.Module:
     return root
 
 
-def look_at(root: nn.Module, **options) -> ModuleFingerprint:
-    fingerprint = ModuleFingerprint(root, **options)
-    fingerprint.watch(root, HOOKS)
-    fingerprint.watch_children(root)
+def guard_over(root: nn.Module, **options) -> ModuleGuard:
+    guard = ModuleGuard(root, **options)
+    guard.watch(root, HOOKS)
+    guard.watch_children(root)
     for child in root.children():
-        fingerprint.watch(child, HOOKS)
-    return fingerprint
+        guard.watch(child, HOOKS)
+    return guard
 
 
 def register(hooks: str):
@@ -73,12 +73,12 @@ def test_every_attribute_of_the_list_is_tried():
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_change_is_seen(change, native, monkeypatch):
     if not native:  # as where there is no extension
-        monkeypatch.setattr("fastbert.layers.fingerprint.dict_entries", lambda: PYTHON)
+        monkeypatch.setattr("fastbert.layers.guard.dict_entries", lambda: PYTHON)
     root = make()
-    fingerprint = look_at(root)
-    assert fingerprint.is_current() and fingerprint.is_same()
+    guard = guard_over(root)
+    assert guard.is_current() and guard.is_same()
     change(root)
-    assert not fingerprint.is_current()
+    assert not guard.is_current()
 
 
 @pytest.mark.parametrize("name", (*HOOKS, "forward", "class"))
@@ -90,29 +90,29 @@ def test_what_makes_a_leaf_no_plain_one_is_watched(name):
 
 def test_hooks_are_not_the_tree():
     root = make()
-    fingerprint = look_at(root)
+    guard = guard_over(root)
     handle = root.linear.register_forward_hook(lambda *_: None)
-    assert fingerprint.is_same() and fingerprint.has_hooks()
+    assert guard.is_same() and guard.has_hooks()
     handle.remove()
-    assert fingerprint.is_current()
+    assert guard.is_current()
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    assert fingerprint.is_same() and fingerprint.has_hooks()
+    assert guard.is_same() and guard.has_hooks()
     handle.remove()
-    assert fingerprint.is_current()
+    assert guard.is_current()
 
 
 def test_hooks_that_were_there_are_held():
     root = make()
     handle = root.linear.register_forward_hook(lambda *_: None)
-    fingerprint = look_at(root)
-    assert fingerprint.has_hooks() and fingerprint.is_current()
+    guard = guard_over(root)
+    assert guard.has_hooks() and guard.is_current()
     handle.remove()
-    assert not fingerprint.is_current()
+    assert not guard.is_current()
 
 
 def test_values_in_place_are_not_the_tree_and_memory_is_where_it_is_asked_for():
     root = make()
-    plain, located = look_at(root), look_at(root, with_memory=True)
+    plain, located = guard_over(root), guard_over(root, with_memory=True)
     with torch.no_grad():
         root.linear.weight.mul_(2)
     assert plain.is_current() and located.is_current()
@@ -122,20 +122,20 @@ def test_values_in_place_are_not_the_tree_and_memory_is_where_it_is_asked_for():
 
 def test_a_dict_is_cache_by_what_it_held():
     root = make()
-    fingerprint = ModuleFingerprint(root)
+    guard = ModuleGuard(root)
     handle = root.linear.register_forward_hook(lambda *_: None)
-    fingerprint.hold(root.linear.__dict__, "_forward_hooks")
-    assert fingerprint.is_same()
+    guard.hold(root.linear.__dict__, "_forward_hooks")
+    assert guard.is_same()
     handle.remove()
-    assert not fingerprint.is_same()
+    assert not guard.is_same()
 
 
 def test_answers_go_with_the_tree_and_with_the_root():
     root, cache = make(), TreeCache("_answer")
-    cache.put(root, "question", look_at(root), "answer")
+    cache.put(root, "question", guard_over(root), "answer")
     assert cache.get(root, "question") == "answer" and cache.get(make(), "question") is None
     assert cache.get(root, "another") is None and cache.get(root, "question") is None  # it was let go
-    cache.put(root, "question", look_at(root), "answer")
+    cache.put(root, "question", guard_over(root), "answer")
     for duplicate in (copy.copy, copy.deepcopy):  # whose tensors, or dicts, are others
         assert cache.get(duplicate(root), "question") is None
     assert cache.get(root, "question") == "answer"
@@ -143,7 +143,7 @@ def test_answers_go_with_the_tree_and_with_the_root():
     del root
     assert weight() is None  # at once: nothing goes in a circle
     root = make()
-    cache.put(root, "question", look_at(root), "answer")
+    cache.put(root, "question", guard_over(root), "answer")
     forget_all(root)
     assert cache.get(root, "question") is None
 
@@ -164,7 +164,7 @@ def lead_back(where: str, root: nn.Module) -> None:
 def test_a_root_is_freed_whatever_leads_back_to_it(where):
     root, cache = make(), TreeCache("_answer")
     lead_back(where, root)
-    cache.put(root, "question", look_at(root), root.linear.weight)
+    cache.put(root, "question", guard_over(root), root.linear.weight)
     gone = weakref.ref(root)
     del root
     gc.collect()

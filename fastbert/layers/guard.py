@@ -20,7 +20,7 @@ from fastbert.native.dict_entries import dict_entries
 _DTYPE = attrgetter("dtype")
 
 
-class ModuleFingerprint:
+class ModuleGuard:
     """Modules of a tree, and all that decided what calling them did when they were watched.
 
     `with_memory`: also where the tensors' memory was, and its dtype. Weights that change in place never count.
@@ -29,7 +29,7 @@ class ModuleFingerprint:
     """
 
     def __init__(self, root: nn.Module, with_memory: bool = False):
-        self._root, self._kind = ref(root), type(root)
+        self._root, self._root_type = ref(root), type(root)
         self._root_tensors: dict[str, Any] = {}  # what the root's dict has under these names, as in the columns
         self._root_others: dict[str, Any] = {}
         self._absent_from_root: list[str] = []
@@ -42,25 +42,25 @@ class ModuleFingerprint:
         self._entries = dict_entries()
         self._held: set[tuple[int, str]] = set()
         self.modules: list[nn.Module] = []  # without the root
-        self._kinds: list[type] = []  # of those modules
+        self._types: list[type] = []  # of those modules
         self._with_memory = with_memory
         self._located: list[torch.Tensor] = []
         self._addresses: list[int] = []  # of those tensors
         self._dtypes: list[torch.dtype] = []  # one has come and gone where a model was converted and back
 
     @classmethod
-    def of_all(cls, root: nn.Module, hooks: Sequence[str], of_root: Sequence[str], *names: str) -> ModuleFingerprint:
+    def of_all(cls, root: nn.Module, hooks: Sequence[str], of_root: Sequence[str], *names: str) -> ModuleGuard:
         """All that a captured graph has written down of a tree: the tensors' memory, and what calling its modules does.
 
         hooks, of_root: those that count of the modules, and of the root. names: what else of each one's dict counts.
         """
-        found = cls(root, with_memory=True)
+        guard = cls(root, with_memory=True)
         for module in root.modules():
-            found.watch(module, of_root if module is root else hooks)
-            found.hold(module.__dict__, *names)
+            guard.watch(module, of_root if module is root else hooks)
+            guard.hold(module.__dict__, *names)
             if module._modules:
-                found.watch_children(module)
-        return found
+                guard.watch_children(module)
+        return guard
 
     # ----------------------------------------------------------------------------------------------------------------
     # What is watched
@@ -86,7 +86,7 @@ class ModuleFingerprint:
         self.watch_hooks(module, hooks)
         if module is not self._root():
             self.modules.append(module)
-            self._kinds.append(type(module))
+            self._types.append(type(module))
 
     def watch_hooks(self, module: nn.Module, hooks: Sequence[str]) -> None:
         """Those that are there must stay, and those that are not must stay away: a look at these is the quickest."""
@@ -157,12 +157,12 @@ class ModuleFingerprint:
         root = self._root()
         own = root.__dict__.get
         return (
-            type(root) is self._kind
+            type(root) is self._root_type
             and list(map(own, self._root_others)) == list(self._root_others.values())
             and all(map(is_, map(own, self._root_tensors), self._root_tensors.values()))
             and self._entries.are_same(*self._tensors)
             and self._entries.are_equal(*self._others)
-            and self._entries.have_types(self.modules, self._kinds)
+            and self._entries.have_types(self.modules, self._types)
             and list(map(torch.Tensor.data_ptr, self._located)) == self._addresses
             and list(map(_DTYPE, self._located)) == self._dtypes
         )
@@ -186,14 +186,14 @@ class TreeCache:
 
     def get(self, root: nn.Module, question: Any) -> Any:
         """None where there is none, or not any more: what it held of the tree is let go."""
-        found = root.__dict__.get(self._name)
-        if found is not None and found.is_of(root, question):
-            return found.answer
+        entry = root.__dict__.get(self._name)
+        if entry is not None and entry.is_of(root, question):
+            return entry.answer
         self.forget(root)
         return None
 
-    def put(self, root: nn.Module, question: Any, fingerprint: ModuleFingerprint, answer: Any) -> None:
-        root.__dict__[self._name] = _Answer(question, fingerprint, answer)
+    def put(self, root: nn.Module, question: Any, guard: ModuleGuard, answer: Any) -> None:
+        root.__dict__[self._name] = _Answer(question, guard, answer)
 
     def forget(self, root: nn.Module) -> None:
         root.__dict__.pop(self._name, None)
@@ -217,17 +217,12 @@ class Kept:
 
 
 class _Answer(Kept):
-    __slots__ = ("answer", "fingerprint", "question")
+    __slots__ = ("answer", "guard", "question")
 
-    def __init__(self, question: Any = None, fingerprint: ModuleFingerprint | None = None, answer: Any = None):
-        self.question, self.fingerprint, self.answer = question, fingerprint, answer
+    def __init__(self, question: Any = None, guard: ModuleGuard | None = None, answer: Any = None):
+        self.question, self.guard, self.answer = question, guard, answer
 
     def is_of(self, root: nn.Module, question: Any) -> bool:
         """Not of a shallow copy (copy.copy, DataParallel's replicas), which has the dict's entries."""
-        fingerprint = self.fingerprint
-        return (
-            fingerprint is not None
-            and fingerprint.is_root(root)
-            and self.question == question
-            and fingerprint.is_current()
-        )
+        guard = self.guard
+        return guard is not None and guard.is_root(root) and self.question == question and guard.is_current()

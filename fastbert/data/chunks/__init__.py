@@ -1,9 +1,9 @@
-"""Texts that are longer than a model: windows of their tokens, which overlap, and which tokens of a window count.
+"""Texts that are longer than a model: chunks of their tokens, which overlap, and which tokens of a chunk count.
 
-A window has the special tokens of a text, and goes to the model as a text by itself. Of the tokens that two windows
+A chunk has the special tokens of a text, and goes to the model as a text by itself. Of the tokens that two chunks
 have in common each is in the *core* of one of them, the one in which it is farther from the cut: what counts every
-token of a text once goes by cores. `TokenWindows.parts` says of each token what it is: OUTSIDE of the text (a special
-token, one of a prompt or of a question), of the OVERLAP that is another window's, or of the CORE.
+token of a text once goes by cores. `TokenChunks.parts` says of each token what it is: OUTSIDE of the text (a special
+token, one of a prompt or of a question), of the OVERLAP that is another chunk's, or of the CORE.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Pool = Literal["mean", "max", "top3", "first"]
 OUTSIDE, OVERLAP, CORE = range(3)
 POOLS = ("mean", "max", "top3", "first")
 TEXTS_AT_ONCE = 1024  # tokenised at a time, at most
-# Called with the number of windows so far, and of tokens in them, before a text's are built: where it raises, none is.
+# Called with the number of chunks so far, and of tokens in them, before a text's are built: where it raises, none is.
 # A server sets it for the request of a thread.
 CHECK: ContextVar[Callable[[int, int], None]] = ContextVar("CHECK", default=lambda windows, tokens: None)
 _BLANK_TOKENS = ("\u2581", "\u0120")  # of a blank alone, in SentencePiece's and in byte-level vocabularies
@@ -37,12 +37,12 @@ _IS_BLANK = np.array([chr(i).isspace() for i in range(0x3002)])  # the last one 
 class Windows:
     """How texts that are longer than a model are cut.
 
-    length: tokens of a window, special ones included; None: as many as the model takes. overlap: tokens that a window
+    length: tokens of a chunk, special ones included; None: as many as the model takes. overlap: tokens that a chunk
     has in common with the one before; below 1, as a share of `length`. pool: what one vector, or score, of a text is,
     of those of its windows: their mean, in which each counts by its tokens without the overlap, so that all tokens
-    count alike; their maximum in each dimension; the mean of the three highest scores; or that of the first window
-    alone. None: the maximum for a Reranker (a text is as good as its best passage), and else the mean. limit: windows
-    of a text, at most; what is left out is warned of. at: where windows end, at "tokens", or at ends of "sentences" as
+    count alike; their maximum in each dimension; the mean of the three highest scores; or that of the first chunk
+    alone. None: the maximum for a Reranker (a text is as good as its best passage), and else the mean. limit: chunks
+    of a text, at most; what is left out is warned of. at: where chunks end, at "tokens", or at ends of "sentences" as
     far as one is in reach (Unicode's rules, UAX 29); then they overlap by whole sentences, by `overlap` at most.
 
     Raises InputError: a value is out of bounds.
@@ -66,17 +66,17 @@ class Windows:
             raise InputError(f"overlap of windows is {self.overlap}; it is a share below 1, or a number of tokens")
 
     def tokens(self, longest: int) -> tuple[int, int]:
-        """(length, overlap) in tokens, of a model that takes `longest`. Raises InputError: a window is longer."""
+        """(length, overlap) in tokens, of a model that takes `longest`. Raises InputError: a chunk is longer."""
         length = longest if self.length is None else self.length
         if length > longest:
             raise InputError(f"length of windows is {length}; this model takes {longest} tokens")
         return length, int(self.overlap * length) if self.overlap < 1 else int(self.overlap)
 
-    def combined(self, rows: np.ndarray, made: TokenWindows) -> np.ndarray:
-        """One row a text, of its windows' rows (windows, width): (texts, width) in double precision. A text of one
-        window keeps its numbers.
+    def combined(self, rows: np.ndarray, chunks: TokenChunks) -> np.ndarray:
+        """One row a text, of its chunks' rows (chunks, width): (texts, width) in double precision. A text of one
+        chunk keeps its numbers.
         """
-        first = np.flatnonzero(np.diff(made.source, prepend=-1))
+        first = np.flatnonzero(np.diff(chunks.source, prepend=-1))
         if self.pool == "first":
             return rows[first].astype(np.float64)
         if self.pool == "max":
@@ -84,29 +84,29 @@ class Windows:
         if self.pool == "top3":
             of_texts = np.split(rows, first[1:])
             return np.stack([np.sort(one, axis=0)[-3:].mean(0, dtype=np.float64) for one in of_texts])
-        counts = np.bincount(made.of_token, weights=made.parts != OVERLAP, minlength=len(made))[:, None]
+        counts = np.bincount(chunks.of_token, weights=chunks.parts != OVERLAP, minlength=len(chunks))[:, None]
         counts = np.maximum(counts, 1)  # of a text without a token, which has no special ones either
         return np.add.reduceat(rows * counts, first, axis=0) / np.add.reduceat(counts, first, axis=0)
 
 
 @dataclass(frozen=True)
-class TokenWindows(Tokenized):
-    """The windows of texts, in order; `source` says which text each is of.
+class TokenChunks(Tokenized):
+    """The chunks of texts, in order; `source` says which text each is of.
 
     spans: int32 (tokens, 2), the characters of the text that each token stands for, without white space at their ends;
     -1 for tokens of none. A blank that is a token by itself, before a word, stands for the word's first character: the
     tokenizer has made a part of the word of it. parts: uint8 (tokens,), what each token is: OUTSIDE, OVERLAP or CORE.
-    begins: int64 (windows,), how many tokens of its text stand before a window's.
+    begins: int64 (chunks,), how many tokens of its text stand before a chunk's.
     """
 
     spans: np.ndarray = field(kw_only=True, repr=False)
     parts: np.ndarray = field(kw_only=True, repr=False)
     begins: np.ndarray = field(kw_only=True, repr=False)
 
-    def part(self, start: int, stop: int) -> TokenWindows:
-        """Windows `start` to `stop` alone."""
+    def part(self, start: int, stop: int) -> TokenChunks:
+        """Chunks `start` to `stop` alone."""
         tokens = slice(int(self.offsets[start]), int(self.offsets[stop]))
-        return TokenWindows(
+        return TokenChunks(
             self.ids[tokens],
             None if self.types is None else self.types[tokens],
             self.offsets[start : stop + 1] - self.offsets[start],
@@ -118,7 +118,7 @@ class TokenWindows(Tokenized):
 
     @property
     def positions(self) -> np.ndarray:
-        """Which one of its text's tokens each token is, in every window that it is in: int64 (tokens,), -1 OUTSIDE."""
+        """Which one of its text's tokens each token is, in every chunk that it is in: int64 (tokens,), -1 OUTSIDE."""
         in_text, of_token = self.parts != OUTSIDE, self.of_token
         before = np.append(0, np.cumsum(in_text))  # tokens of texts before each token
         numbers = before[:-1] - before[self.offsets[:-1]][of_token] + self.begins[of_token]
@@ -126,22 +126,22 @@ class TokenWindows(Tokenized):
 
     @property
     def of_texts(self) -> list[np.ndarray]:
-        """The windows of each text."""
+        """The chunks of each text."""
         return np.split(np.arange(len(self)), np.flatnonzero(np.diff(self.source)) + 1) if len(self) else []
 
     @property
     def characters(self) -> np.ndarray:
-        """Where the windows begin and end in their texts, by their tokens: int64 (windows, 2); -1, -1 without one."""
-        found, of_token = np.full((len(self), 2), -1, np.int64), self.of_token
+        """Where the chunks begin and end in their texts, by their tokens: int64 (chunks, 2); -1, -1 without one."""
+        bounds, of_token = np.full((len(self), 2), -1, np.int64), self.of_token
         tokens = np.flatnonzero(self.spans[:, 0] >= 0)
         first = tokens[np.diff(of_token[tokens], prepend=-1) > 0]
         last = tokens[np.diff(of_token[tokens], append=len(self)) > 0]
-        found[of_token[first]] = np.stack((self.spans[first, 0], self.spans[last, 1]), 1)
-        return found
+        bounds[of_token[first]] = np.stack((self.spans[first, 0], self.spans[last, 1]), 1)
+        return bounds
 
 
 class Ranges(NamedTuple):
-    """Of a text's tokens: which go into each window, and which of these are its core: int64 (windows,) each."""
+    """Of a text's tokens: which go into each chunk, and which of these are its core: int64 (chunks,) each."""
 
     starts: np.ndarray
     stops: np.ndarray
@@ -150,7 +150,7 @@ class Ranges(NamedTuple):
 
 
 def ranges_of(count: int, room: int, overlap: int, limit: int | None = None) -> Ranges:
-    """Windows of at most `room` of a text's `count` tokens, as `return_overflowing_tokens` cuts them; at least one."""
+    """Chunks of at most `room` of a text's `count` tokens, as `return_overflowing_tokens` cuts them; at least one."""
     step = room - overlap
     windows = 1 + max(0, -(-(count - room) // step))
     starts = np.arange(windows if limit is None else min(windows, limit)) * step
@@ -161,7 +161,7 @@ def ranges_of(count: int, room: int, overlap: int, limit: int | None = None) -> 
 def ranges_at(
     sentences: np.ndarray, words: np.ndarray, count: int, room: int, overlap: int, limit: int | None = None
 ) -> Ranges:
-    """Windows that end before the last token in reach that begins a sentence, or else a word, or else anywhere. The
+    """Chunks that end before the last token in reach that begins a sentence, or else a word, or else anywhere. The
     next one begins with the first sentence that does so among the last `overlap` tokens.
     """
     starts, stops, start = [], [], 0
@@ -192,7 +192,7 @@ def sentences_of(text: str) -> np.ndarray:
 
 
 def cores(starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, stops) of the cores of windows, each of which begins and ends behind the one before it. A token as far
+    """(starts, stops) of the cores of chunks, each of which begins and ends behind the one before it. A token as far
     from the end of one as from the begin of the next is in the first one's.
     """
     between = (stops[:-1] + starts[1:] + 1) // 2
@@ -203,8 +203,8 @@ class Cutter:
     """Cuts texts, each by itself or behind a short text of its own (a question, a prompt), into windows.
 
     Args:
-        tokenizer: is not changed. length, overlap: of windows, in tokens. with_types: whether the model is told which
-        token is of which text. limit: windows of a text, at most; what is left out is warned of, unless `quietly`. at:
+        tokenizer: is not changed. length, overlap: of chunks, in tokens. with_types: whether the model is told which
+        token is of which text. limit: chunks of a text, at most; what is left out is warned of, unless `quietly`. at:
         as of `Windows`.
 
     Raises InputError: the special tokens leave no room, or the overlap is as long as what is left.
@@ -232,7 +232,7 @@ class Cutter:
         self.room(self.template, 0)
 
     def room(self, template: Template, before: int) -> int:
-        """Tokens of a text in a window that has `before` tokens of another one."""
+        """Tokens of a text in a chunk that has `before` tokens of another one."""
         room = self.length - template.added - before
         if room < 1 or not 0 <= self.overlap < room:
             others = f"{template.added} special tokens" + (f" and {before} of another text" if before else "")
@@ -242,8 +242,8 @@ class Cutter:
 
     def cut(
         self, texts: Sequence[str], before: Sequence[np.ndarray | None] | None = None, prompt: str = ""
-    ) -> TokenWindows:
-        """The windows of texts, in order. A text is the second one of a pair, the ids of whose first one are in
+    ) -> TokenChunks:
+        """The chunks of texts, in order. A text is the second one of a pair, the ids of whose first one are in
         `before`; or it is by itself (None), behind the tokens of `prompt`. `spans` are of the texts.
         """
         ids, types, spans, parts = [], [], [], []
@@ -252,8 +252,8 @@ class Cutter:
         firsts: Sequence[np.ndarray | None] = [None] * len(texts) if before is None else before
         prompts = [prompt if first is None else "" for first in firsts]
         for i, (tokens, places) in enumerate(self.read([p + text for p, text in zip(prompts, texts, strict=True)])):
-            given = firsts[i]
-            first, template = (tokens[:0], self.template) if given is None else (given, self.of_pairs)
+            prefix = firsts[i]
+            first, template = (tokens[:0], self.template) if prefix is None else (prefix, self.of_pairs)
             if prompts[i]:
                 of_prompt = int(np.argmax(np.append(places[:, 1] > len(prompt), True)))
                 first, tokens, places = tokens[:of_prompt], tokens[of_prompt:], places[of_prompt:]
@@ -267,16 +267,16 @@ class Cutter:
             CHECK.get()(len(source) + len(ranges.starts), in_all)
             for start, stop, core_start, core_stop in zip(*(each.tolist() for each in ranges), strict=True):
                 own = tokens[start:stop]
-                made, kinds = template.around(*([np.concatenate((first, own))] if given is None else [first, own]))
-                at = len(made) - len(template.ids[-1]) - len(own)  # of the text's first token
-                ids.append(made.astype(np.int32))
-                types.append(kinds.astype(np.uint8))
-                sizes.append(len(made))
+                chunk, type_ids = template.around(*([np.concatenate((first, own))] if prefix is None else [first, own]))
+                at = len(chunk) - len(template.ids[-1]) - len(own)  # of the text's first token
+                ids.append(chunk.astype(np.int32))
+                types.append(type_ids.astype(np.uint8))
+                sizes.append(len(chunk))
                 source.append(i)
                 begins.append(start)
-                spans.append(np.full((len(made), 2), -1, np.int32))
+                spans.append(np.full((len(chunk), 2), -1, np.int32))
                 spans[-1][at : at + len(own)] = places[start:stop]
-                parts.append(np.full(len(made), OUTSIDE, np.uint8))
+                parts.append(np.full(len(chunk), OUTSIDE, np.uint8))
                 parts[-1][at : at + len(own)] = OVERLAP
                 parts[-1][at + core_start - start : at + core_stop - start] = CORE
         if left_out and not self.quietly:
@@ -285,7 +285,7 @@ class Cutter:
                 f" last {tokens_left_out:,} tokens are left out",
                 stacklevel=2,
             )
-        return TokenWindows(
+        return TokenChunks(
             _joined(ids, np.zeros(0, np.int32)),
             _joined(types, np.zeros(0, np.uint8)) if self.with_types else None,
             np.cumsum([0, *sizes], dtype=np.int64),
@@ -297,7 +297,7 @@ class Cutter:
         )
 
     def ranges(self, text: str, spans: np.ndarray, room: int) -> Ranges:
-        """The windows of a text whose tokens have these `spans`, with `room` for so many of them."""
+        """The chunks of a text whose tokens have these `spans`, with `room` for so many of them."""
         if self.at == "tokens" or len(spans) <= room:
             return ranges_of(len(spans), room, self.overlap, self.limit)
         sentences = np.unique(np.searchsorted(np.maximum.accumulate(spans[:, 1]), sentences_of(text), "right"))
@@ -312,8 +312,8 @@ class Cutter:
         ids, spans = [np.zeros(0, np.int32)], [np.zeros((0, 2), np.int32)]
         for group in _groups((text, piece) for text in texts for piece in self.pieces(text)):
             pieces = [text[piece.start : piece.stop] for text, piece in group]
-            made = self.tokenizer.encode_batch(pieces, add_special_tokens=False)
-            for (text, piece), one in zip(group, made, strict=True):
+            encodings = self.tokenizer.encode_batch(pieces, add_special_tokens=False)
+            for (text, piece), one in zip(group, encodings, strict=True):
                 places = np.array(one.offsets, np.int32).reshape(-1, 2)
                 ids.append(np.array(one.ids, np.int32))
                 spans.append(np.where(places[:, 1:] > places[:, :1], places + piece.start, -1).astype(np.int32))
@@ -322,7 +322,7 @@ class Cutter:
                     del ids[1:], spans[1:]
 
     def _trimmed(self, text: str, ids: np.ndarray, spans: np.ndarray) -> np.ndarray:
-        """The spans of tokens as TokenWindows has them, of those that `read` gives."""
+        """The spans of tokens as TokenChunks has them, of those that `read` gives."""
         is_blank = np.append(_is_blank(text), True)
         begins, ends = spans.T
         places = np.arange(len(is_blank), dtype=np.int32)

@@ -94,7 +94,7 @@ def _join_columns(a, b):
 
 
 @triton.jit
-def skew_rows(products):
+def shift_rows(products):
     """products [N, 2 N] -> [r, c]: of row r, the distance r - c."""
     N: tl.constexpr = products.shape[0]
     a, b = _row_halves(products)
@@ -104,7 +104,7 @@ def skew_rows(products):
 
 
 @triton.jit
-def skew_columns(products):
+def shift_columns(products):
     """products [2 N, N] -> [r, c]: of column c, the distance r - c."""
     N: tl.constexpr = products.shape[1]
     a, b = _column_halves(products)
@@ -114,7 +114,7 @@ def skew_columns(products):
 
 
 @triton.jit
-def skew_vector(vector, N: tl.constexpr):
+def shift_vector(vector, N: tl.constexpr):
     """vector [2 N] -> [r, c]: that of the distance r - c."""
     r_of_8, r, c_of_8, c = _eights(N, N)
     return _fetch(vector, (r - c + N) + r_of_8 * 8 - c_of_8 * 8)
@@ -146,7 +146,7 @@ def _parted(x, is_lo):
 
 
 @triton.jit
-def unskew_rows(x):
+def unshift_rows(x):
     """x [N, N] -> [r, d] (N, 2 N): of row r, the column at distance d, or 0."""
     N: tl.constexpr = x.shape[0]
     r_of_8, r, d_of_8, d = _eights(N, N)
@@ -156,7 +156,7 @@ def unskew_rows(x):
 
 
 @triton.jit
-def unskew_columns_across(x):
+def unshift_columns_across(x):
     """x [N, N] -> [c, d] (N, 2 N): of column c, the row at distance d, or 0."""
     N: tl.constexpr = x.shape[0]
     c_of_8, c, d_of_8, d = _eights(N, N)
@@ -166,8 +166,8 @@ def unskew_columns_across(x):
 
 
 @triton.jit
-def unskew_rows_across(x):
-    """unskew_rows, transposed: [d, r], of the N negative distances and of the others."""
+def unshift_rows_across(x):
+    """unshift_rows, transposed: [d, r], of the N negative distances and of the others."""
     N: tl.constexpr = x.shape[0]
     a, b = _row_halves(x)
     d_of_8, d, r_of_16, r = _eights(N, N // 2)
@@ -178,8 +178,8 @@ def unskew_rows_across(x):
 
 
 @triton.jit
-def unskew_columns(x):
-    """unskew_columns_across, transposed: [d, c], of the N negative distances and of the others."""
+def unshift_columns(x):
+    """unshift_columns_across, transposed: [d, c], of the N negative distances and of the others."""
     N: tl.constexpr = x.shape[0]
     a, b = _column_halves(x)
     d_of_8, d, c_of_16, c = _eights(N, N // 2)

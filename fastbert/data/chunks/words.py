@@ -1,4 +1,4 @@
-"""What a model says of the words of texts, from windows of their tokens: a word's first token speaks for it."""
+"""What a model says of the words of texts, from chunks of their tokens: a word's first token speaks for it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from fastbert.data.windows import CORE, TokenWindows
-from fastbert.data.windows.job import Rows, WindowJob, chosen, on_host, tokens_at
+from fastbert.data.chunks import CORE, TokenChunks
+from fastbert.data.chunks.job import ChunkJob, Rows, chosen, on_host, tokens_at
 from fastbert.packed_inputs import PackedInputs
 
-# Of the windows that a word is in: the one in which it is farthest from a cut, or what of all of them is averaged.
+# Of the chunks that a word is in: the one in which it is farthest from a cut, or what of all of them is averaged.
 WordAggregate = Literal["core", "logits", "probabilities", "vectors"]
 # Words of a text, as the data sets for entities have them: without the punctuation around, and each ideograph alone.
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
@@ -31,22 +31,22 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 def words_of(text: str) -> list[tuple[int, int]]:
     """Where the words of a text begin and end, in characters."""
-    return [found.span() for found in _WORD.finditer(text)]
+    return [match.span() for match in _WORD.finditer(text)]
 
 
 class Words:
-    """Texts that are cut into windows, and for each of their words the tokens that speak for it.
+    """Texts that are cut into chunks, and for each of their words the tokens that speak for it.
 
     starts, ends: the characters of each word, int64 (words,). counts: words of each text. tokens: int64 (n,), in order,
-    tokens that speak, and of_word which word each of them speaks for: the word's first token, in the window of whose
-    core it is, or in every window that it is in (`everywhere`). That is the first one that has any of its characters:
+    tokens that speak, and of_word which word each of them speaks for: the word's first token, in the chunk of whose
+    core it is, or in every chunk that it is in (`everywhere`). That is the first one that has any of its characters:
     normalizers delete some, at the begin of a word, too. A token of several words is the first one's. A word of which
     the tokenizer makes nothing has none.
     """
 
     def __init__(
         self,
-        windows: TokenWindows,
+        chunks: TokenChunks,
         texts: Sequence[str],
         starts: np.ndarray,
         ends: np.ndarray,
@@ -54,23 +54,23 @@ class Words:
         *,
         everywhere: bool = False,
     ):
-        self.windows, self.texts, self.starts, self.ends, self.counts = windows, texts, starts, ends, counts
-        span, of_token = windows.spans, windows.of_token
-        found = np.flatnonzero((span[:, 0] >= 0) & ((windows.parts == CORE) | everywhere))
+        self.chunks, self.texts, self.starts, self.ends, self.counts = chunks, texts, starts, ends, counts
+        span, of_token = chunks.spans, chunks.of_token
+        tokens = np.flatnonzero((span[:, 0] >= 0) & ((chunks.parts == CORE) | everywhere))
         # The word that a token is of: its number among all words, by one search. Texts are laid out one behind the
         # other, a character apart.
         base = np.cumsum([0, *(len(t) + 1 for t in texts)])
         all_starts = np.append(starts + np.repeat(base[:-1], counts), base[-1])  # and one behind the last text
         all_ends = ends + np.repeat(base[:-1], counts)
-        begin, end = (span[found] + base[windows.source[of_token[found]], None]).T
+        begin, end = (span[tokens] + base[chunks.source[of_token[tokens]], None]).T
         word = np.searchsorted(all_ends, begin, "right")
         is_inside = end > all_starts[word]
-        found, word = found[is_inside], word[is_inside]
-        place = windows.positions[found]
+        tokens, word = tokens[is_inside], word[is_inside]
+        position = chunks.positions[tokens]
         first = np.full(len(starts), len(span))
-        np.minimum.at(first, word, place)
-        is_first = place == first[word]
-        self.tokens, self.of_word = found[is_first], word[is_first]
+        np.minimum.at(first, word, position)
+        is_first = position == first[word]
+        self.tokens, self.of_word = tokens[is_first], word[is_first]
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -80,29 +80,29 @@ class Words:
         """Whether a word has a token, bool (words,)."""
         return np.bincount(self.of_word, minlength=len(self)) > 0
 
-    def job(self, model: Any, aggregate: str) -> WindowJob[np.ndarray]:
+    def job(self, model: Any, aggregate: str) -> ChunkJob[np.ndarray]:
         """Logarithms of the tags' probabilities, float32 (words, num_labels), by a model for tokens; 0 where a word has
         no token.
         """
-        speaks = np.zeros(len(self.windows.ids), bool)
+        speaks = np.zeros(len(self.chunks.ids), bool)
         speaks[self.tokens] = True
-        counts = np.bincount(self.windows.of_token[self.tokens], minlength=len(self.windows))
+        counts = np.bincount(self.chunks.of_token[self.tokens], minlength=len(self.chunks))
 
         def forward(batch: PackedInputs) -> torch.Tensor:
             return model.packed_vectors(batch) if aggregate == "vectors" else model(batch).logits
 
         def reduce(packed: torch.Tensor, places: np.ndarray) -> list[np.ndarray]:
-            rows = on_host(chosen(packed, speaks[tokens_at(self.windows, places)]))
+            rows = on_host(chosen(packed, speaks[tokens_at(self.chunks, places)]))
             return np.split(rows, np.cumsum(counts[places])[:-1])
 
         def finish(rows: Rows) -> np.ndarray:
-            found = np.zeros((len(self), model.config.num_labels), np.float32)
+            log_probs = np.zeros((len(self), model.config.num_labels), np.float32)
             if not len(self.tokens):
-                return found
+                return log_probs
             said, spoken = np.concatenate(rows), self.spoken
             if aggregate == "core":
-                found[self.of_word] = log_softmax(said)
-                return found
+                log_probs[self.of_word] = log_softmax(said)
+                return log_probs
             if aggregate == "probabilities":
                 said = np.exp(log_softmax(said.astype(np.float64)))
             means = np.zeros((len(self), said.shape[1]))
@@ -111,10 +111,10 @@ class Words:
             if aggregate == "vectors":
                 vectors = torch.from_numpy(means).to(model.device, model.dtype)
                 means = on_host(model.classified(vectors))
-            found[spoken] = np.log(means) if aggregate == "probabilities" else log_softmax(means)
-            return found
+            log_probs[spoken] = np.log(means) if aggregate == "probabilities" else log_softmax(means)
+            return log_probs
 
-        return WindowJob(self.windows, forward, reduce, finish)
+        return ChunkJob(self.chunks, forward, reduce, finish)
 
     def tags(self, scores: np.ndarray, names: Sequence[str]) -> list[list[str]]:
         """The likeliest tag of each word, by text; O for a word without a token."""
@@ -129,12 +129,12 @@ class Words:
         """The entities of each text: label, text, its characters `start` and `end`, and `score`, the mean of its words'
         probabilities.
         """
-        best, found, first = np.exp(scores.max(-1)), [], 0
+        best, by_text, first = np.exp(scores.max(-1)), [], 0
         for text, tags in zip(self.texts, self.tags(scores, names), strict=True):
             here = slice(first, first + len(tags))
             starts, ends, sure = self.starts[here].tolist(), self.ends[here].tolist(), best[here]
             first += len(tags)
-            found.append(
+            by_text.append(
                 [
                     {
                         "label": label,
@@ -146,7 +146,7 @@ class Words:
                     for label, a, b in entities_of(tags, spells_entities(names))
                 ]
             )
-        return found
+        return by_text
 
 
 def spells_entities(names: Sequence[str]) -> bool:
@@ -160,4 +160,4 @@ def entities_of(tags: list[str], is_entities: bool) -> list[tuple[str, int, int]
         return [(tag, i, i) for i, tag in enumerate(tags)]
     from seqeval.metrics.sequence_labeling import get_entities
 
-    return [(kind, first, last) for kind, first, last in get_entities(tags)]
+    return [(label, first, last) for label, first, last in get_entities(tags)]

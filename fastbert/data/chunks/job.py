@@ -1,4 +1,4 @@
-"""Windows of texts through a model: what it computes of each, and what is made of all of them."""
+"""Chunks of texts through a model: what it computes of each, and what is made of all of them."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
+from fastbert.data.chunks import TokenChunks
 from fastbert.data.tokenized import run_batches
-from fastbert.data.windows import TokenWindows
 from fastbert.packed_inputs import PackedInputs
 
-Rows = Sequence[np.ndarray] | np.ndarray  # one a window
+Rows = Sequence[np.ndarray] | np.ndarray  # one a chunk
 Result = TypeVar("Result")
 Another = TypeVar("Another")
 
 
 @dataclass(frozen=True)
-class WindowJob(Generic[Result]):
-    """windows: of some texts. forward: what the model makes of a batch of them. reduce: of that, and of their places
-    among all windows, one array a window. finish: what is said of the texts, by these arrays in the order of windows.
+class ChunkJob(Generic[Result]):
+    """chunks: of some texts. forward: what the model makes of a batch of them. reduce: of that, and of their places
+    among all chunks, one array a chunk. finish: what is said of the texts, by these arrays in the order of windows.
     """
 
-    windows: TokenWindows
+    chunks: TokenChunks
     forward: Callable[[PackedInputs], torch.Tensor]
     reduce: Callable[[torch.Tensor, np.ndarray], Rows]
     finish: Callable[[Rows], Result]
 
-    def then(self, more: Callable[[Result], Another]) -> WindowJob[Another]:
+    def then(self, more: Callable[[Result], Another]) -> ChunkJob[Another]:
         """The job of which `more` makes the result of this one's."""
-        return WindowJob(self.windows, self.forward, self.reduce, lambda rows: more(self.finish(rows)))
+        return ChunkJob(self.chunks, self.forward, self.reduce, lambda rows: more(self.finish(rows)))
 
     @torch.inference_mode()
     def result(self, rows: Rows) -> Result:
@@ -40,7 +40,7 @@ class WindowJob(Generic[Result]):
 
     @torch.inference_mode()
     def compute(self, batch: PackedInputs, places: np.ndarray) -> Rows:
-        """The arrays of the windows at `places`, which are in `batch`."""
+        """The arrays of the chunks at `places`, which are in `batch`."""
         return self.reduce(self.forward(batch), places)
 
     def run(
@@ -51,31 +51,31 @@ class WindowJob(Generic[Result]):
         *,
         share: int | None = None,
         on_tokens: Callable[[int], Any] = lambda tokens: None,
-        on_batch: Callable[[int], Any] = lambda windows: None,
+        on_batch: Callable[[int], Any] = lambda chunks: None,
     ) -> Result:
         """All of it here. The arguments are those of `run_batches`; `on_tokens(tokens)` is called after each batch."""
-        found: Any = [None] * len(self.windows)
-        lengths = self.windows.lengths
+        results: Any = [None] * len(self.chunks)
+        lengths = self.chunks.lengths
         batches = run_batches(
-            self.forward, self.windows, device, batch_tokens, batch_size, share=share, on_batch=on_batch
+            self.forward, self.chunks, device, batch_tokens, batch_size, share=share, on_batch=on_batch
         )
         with torch.inference_mode():
             for places, output in batches:
                 rows = self.reduce(output, places)
                 if isinstance(rows, np.ndarray):  # many small arrays between the large ones of batches split the heap
-                    if not isinstance(found, np.ndarray):
-                        found = np.empty((len(found), *rows.shape[1:]), rows.dtype)
-                    found[places] = rows
+                    if not isinstance(results, np.ndarray):
+                        results = np.empty((len(results), *rows.shape[1:]), rows.dtype)
+                    results[places] = rows
                 else:
                     for i, row in zip(places.tolist(), rows, strict=True):
-                        found[i] = row
+                        results[i] = row
                 on_tokens(int(lengths[places].sum()))
-        return self.result(found)
+        return self.result(results)
 
 
-def tokens_at(made: TokenWindows, places: np.ndarray) -> np.ndarray:
-    """The places, among all tokens, of those of the windows at `places`: a batch's tokens, int64 (tokens,)."""
-    return np.concatenate([np.arange(made.offsets[i], made.offsets[i + 1]) for i in places])
+def tokens_at(chunks: TokenChunks, places: np.ndarray) -> np.ndarray:
+    """The places, among all tokens, of those of the chunks at `places`: a batch's tokens, int64 (tokens,)."""
+    return np.concatenate([np.arange(chunks.offsets[i], chunks.offsets[i + 1]) for i in places])
 
 
 def chosen(packed: torch.Tensor, which: np.ndarray) -> torch.Tensor:
