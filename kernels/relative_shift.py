@@ -7,7 +7,7 @@ tile, row less column) and HI with 0 to N - 1.
 A tile goes through shared memory: 32 banks of 4 bytes. Of the result of a product a warp has 8 rows and 4 pairs of
 neighbouring columns, so the innermost 32 elements are 8 rows (or distances) by every second of 8 columns. Whether a
 warp's threads put down what they have or fetch what is at r - c, the remainders by 8 that they meet are all different,
-and no two meet in a bank (docs/gpu.md, "Relative terms").
+and no two meet in a bank (docs/notes/gpu.md, "Relative terms").
 """
 
 import triton
