@@ -64,11 +64,9 @@ class EmbedLayerNormOptions(NamedTuple):
     sparse: bool
 
 
-def _embed_layer_norm_torch(
-    input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, inputs_embeds, options
-):
-    x = inputs_embeds
-    if x is None:
+def _embed_layer_norm_torch(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, options):
+    x = word
+    if input_ids is not None:
         x = F.embedding(input_ids, word, options.padding_idx, sparse=options.sparse)
     if token_type is not None:
         # Types are few and mostly 0: one row when none were given, as transformers does with its zero buffer.
@@ -299,24 +297,13 @@ def embed_layer_norm(
         name = "word" if inputs_embeds is None else "inputs_embeds"
         tables = {"position": position, name: table, "token_type": token_type}
         _check_shapes(ids_by_name, tables, {"weight": weight, "bias": bias})
+    operands = (ids, position_ids, token_type_ids, table, position, token_type)
     if chosen is Backend.TORCH:
         try:
-            return _embed_layer_norm_torch(
-                input_ids,
-                position_ids,
-                token_type_ids,
-                word,
-                position,
-                token_type,
-                weight,
-                bias,
-                inputs_embeds,
-                options,
-            )
+            return _embed_layer_norm_torch(*operands, weight, bias, options)
         except IndexError:  # on a CPU; it names neither the value nor the limit
             _check_rows(ids_by_name, tables)
             raise
-    operands = (ids, position_ids, token_type_ids, table, position, token_type)
     return _by_kernels(chosen, operands, weight, bias, options, backend)
 
 

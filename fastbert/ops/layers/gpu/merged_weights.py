@@ -145,7 +145,7 @@ class Layout:
         self._copied: dict[bool, _Copied] = {}
 
     def copied(self, all_weights: bool) -> _Copied:
-        """What `merged` copies: all weights, or those of several Linears of one product; and the products' biases."""
+        """What `merge_weights` copies: all weights, or those of several Linears of one product; and biases."""
         if all_weights not in self._copied:
             self._copied[all_weights] = self._new_copied(all_weights)
         return self._copied[all_weights]
