@@ -84,14 +84,12 @@ def _train(
 
     def evaluate() -> dict[str, float]:
         gather()
-        metrics: list[Any] = [None]
+        metrics = None
         if process_group.is_main:
             whole.eval()
             with torch.no_grad():  # without autocast, as what is saved runs where nobody asks for another format
-                metrics = [{f"eval_{name}": float(value) for name, value in task.evaluate(whole).items()}]
-        if process_group.size > 1:
-            dist.broadcast_object_list(metrics, src=0, group=process_group.host_group)
-        return metrics[0]
+                metrics = {f"eval_{name}": float(value) for name, value in task.evaluate(whole).items()}
+        return _from_main(metrics, process_group)
 
     def save_model() -> None:
         gather()
@@ -127,12 +125,16 @@ def _train(
         progress.close()
     if task.metric is None:
         save_model()
-    reports: list[Any] = [None]
-    if process_group.is_main:
-        reports = [write_reports(folder, options, loop.state, task, process_group.size)]
+    reports = write_reports(folder, options, loop.state, task, process_group.size) if process_group.is_main else None
+    return _from_main(reports, process_group)
+
+
+def _from_main(value: Any, process_group: ProcessGroup) -> Any:
+    """The first rank's value, on all ranks."""
+    values = [value]
     if process_group.size > 1:
-        dist.broadcast_object_list(reports, src=0, group=process_group.host_group)
-    return reports[0]
+        dist.broadcast_object_list(values, src=0, group=process_group.host_group)
+    return values[0]
 
 
 def _gather(wrapped: Any, whole: Any, process_group: ProcessGroup) -> None:

@@ -122,7 +122,6 @@ WRAPPERS: dict[str, Callable] = {
 }
 IN_GROUPS = ("DistributedDataParallel", "fully_shard")
 IN_GRAPHS = ("torch.compile", "compile in place")
-ONE_GRAPH = ("torch.compile", "own", "Model")
 # What of a wrapper goes by the kind of the model shows in others of them.
 LIKE_OTHERS = ("own module", "DataParallel", "Accelerate, twice", "Accelerate's hooks", "PEFT", "copied in Accelerate")
 
@@ -149,9 +148,8 @@ def status_of(root: nn.Module) -> fastbert.acceleration.status.BaseModelStatus:
 
 
 def is_slow(p: dict) -> bool:
-    """To compile, or to import: test_status.py has torch.compile of an accelerated model."""
-    is_compiled_elsewhere = p["name"] in IN_GRAPHS and (p["name"], p.get("kind"), p["head"]) != ONE_GRAPH
-    return is_compiled_elsewhere or p["name"] == "Lightning"
+    """To compile, or to import."""
+    return p["name"] in (*IN_GRAPHS, "Lightning")
 
 
 @halved
@@ -167,10 +165,8 @@ def test_calls_are_counted(name, kind, head, request, packed_layers):
     root = wrapped if isinstance(wrapped, nn.Module) else model
     found = status_of(root)
     assert (found.kind, found.packed, found.others) == (kind, 0, 0) and "not called yet" in str(found)
-    # Without a mask it is one graph, and half of the compiler's time.
-    inputs = {} if (name, kind, head) == ONE_GRAPH else {"attention_mask": MASK}
     for _ in range(2):
-        wrapped(IDS, **inputs)
+        wrapped(IDS, attention_mask=MASK)
     found = status_of(root)
     if name in IN_GRAPHS and kind == "own":  # a graph cannot count
         assert (found.packed, found.in_graphs) == (0, True) and "in a graph of torch.compile ran packed" in str(found)

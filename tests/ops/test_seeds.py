@@ -111,7 +111,7 @@ def test_what_runs_twice_takes_the_same_rows_in_any_thread():
     with ThreadPoolExecutor(1) as pool:
         assert torch.equal(pool.submit(run, 3).result(), first)
     assert torch.equal(run(4)[:3], first) and torch.equal(run(4)[3:], behind)
-    assert seeds.place == 6  # what comes next is new to all of them
+    assert seeds.next_row == 6  # what comes next is new to all of them
 
 
 def test_rows_do_not_depend_on_how_many_there_are():

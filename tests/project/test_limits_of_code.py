@@ -6,32 +6,25 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from lines_of_code import lines_of
+from lines_of_code import code_lines
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("fastbert", "benchmarks", "tests", "examples")
 LINES_OF_A_FUNCTION, A_TABLE = 60, 8
 
 
-def trees() -> Iterator[tuple[Path, list[str], ast.Module]]:
+def trees() -> Iterator[tuple[Path, str, ast.Module]]:
     for path in (path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))):
         text = path.read_text(encoding="utf-8")
-        yield path.relative_to(ROOT), text.splitlines(), ast.parse(text)
-
-
-def size(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> int:
-    """Lines of its body."""
-    first = function.body[0].lineno
-    if first == function.lineno:
-        return 1
-    return lines_of("def body():\n" + "\n".join(lines[first - 1 : function.end_lineno])) - 1
+        yield path.relative_to(ROOT), text, ast.parse(text)
 
 
 def test_a_function_is_read_at_once():
-    """A Triton kernel (kernels/) may be longer: it is one function, whatever it does."""
+    """By the lines of its body. A Triton kernel (kernels/) may be longer: it is one function, whatever it does."""
     functions = (
-        (f"{path}: {node.name}", size(node, lines))
-        for path, lines, tree in trees()
+        (f"{path}: {node.name}", sum(is_code[node.body[0].lineno - 1 : node.end_lineno]))
+        for path, text, tree in trees()
+        for is_code in [code_lines(text, tree)]
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     )
@@ -54,8 +47,8 @@ def test_only_tables_of_numbers_keep_a_form_of_their_own():
     """In kernels/ so do a kernel's arguments: pointers, strides, sizes and flags, a row of each."""
     skipped = (
         (f"{path}:{at}", numbers_before(at, tree))
-        for path, lines, tree in trees()
-        for at, line in enumerate(lines, 1)
+        for path, text, tree in trees()
+        for at, line in enumerate(text.splitlines(), 1)
         if line.endswith("# fmt: " + "skip")
     )
     assert not {place: count for place, count in skipped if count < A_TABLE}

@@ -23,7 +23,7 @@ def turns(program, budget: int = 100) -> list[list[str]]:
 
         def take(times: int = 1) -> None:
             for _ in range(times):
-                found.append([piece.job.sequences[piece.place] for piece in batcher._next()])
+                found.append([piece.job.sequences[piece.position] for piece in batcher._next()])
 
         program(submit, take)
         assert (batcher.waiting, batcher.waiting_tokens) == (0, 0)

@@ -116,7 +116,7 @@ class BatchReplaced(GraphedStep):
         return self.staged
 
     def _accumulate(self, inputs):
-        super()._accumulate(self.staged.form.read(self.staged.block, self.staged.bounds))
+        super()._accumulate(self.staged.layout.read(self.staged.block, self.staged.bounds))
 
 
 class WeightMoved(GraphedStep):

@@ -17,14 +17,19 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def lines_of(text: str) -> int:
+def code_lines(text: str, tree: ast.Module) -> list[bool]:
+    """Of each line whether it is code."""
     lines = [line.strip() for line in text.splitlines()]
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
             first, last = node.body[0].lineno, node.body[0].end_lineno
             assert last is not None
             lines[first - 1 : last] = [""] * (last - first + 1)
-    return sum(bool(line) and not line.startswith("#") for line in lines)
+    return [bool(line) and not line.startswith("#") for line in lines]
+
+
+def lines_of(text: str) -> int:
+    return sum(code_lines(text, ast.parse(text)))
 
 
 def count(commit: str) -> Counter[str]:
