@@ -29,12 +29,12 @@ bool for_all(const pybind11::list& dicts, const pybind11::list& keys, const F& f
     if (i + kDictAhead < count) __builtin_prefetch(dict(i + kDictAhead));
     if (i + kEntriesAhead < count) fetch_entries(dict(i + kEntriesAhead));
     if (!PyDict_Check(dict(i))) throw pybind11::type_error("an entry is of no dict");
-    PyObject* found = PyDict_GetItemWithError(dict(i), PyList_GET_ITEM(keys.ptr(), i));
-    if (found == nullptr) {
+    PyObject* value = PyDict_GetItemWithError(dict(i), PyList_GET_ITEM(keys.ptr(), i));
+    if (value == nullptr) {
       if (PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
-      found = Py_None;
+      value = Py_None;
     }
-    if (!f(found, i)) return false;
+    if (!f(value, i)) return false;
   }
   return true;
 }
@@ -49,15 +49,15 @@ bool is_so(int answer) {
 bool are_same(const pybind11::list& dicts, const pybind11::list& keys, const pybind11::list& objects) {
   if (objects.size() != dicts.size()) throw pybind11::value_error("there is not an object for each dict");
   return for_all(dicts, keys,
-                 [&](PyObject* found, Py_ssize_t i) { return found == PyList_GET_ITEM(objects.ptr(), i); });
+                 [&](PyObject* value, Py_ssize_t i) { return value == PyList_GET_ITEM(objects.ptr(), i); });
 }
 
 bool are_equal(const pybind11::list& dicts, const pybind11::list& keys, const pybind11::list& values) {
   if (values.size() != dicts.size()) throw pybind11::value_error("there is not a value for each dict");
-  return for_all(dicts, keys, [&](PyObject* found, Py_ssize_t i) {
+  return for_all(dicts, keys, [&](PyObject* value, Py_ssize_t i) {
     // What is compared may run Python, which may let go of it.
-    const auto kept = pybind11::reinterpret_borrow<pybind11::object>(found);
-    return is_so(PyObject_RichCompareBool(found, PyList_GET_ITEM(values.ptr(), i), Py_EQ));
+    const auto kept = pybind11::reinterpret_borrow<pybind11::object>(value);
+    return is_so(PyObject_RichCompareBool(value, PyList_GET_ITEM(values.ptr(), i), Py_EQ));
   });
 }
 
@@ -65,14 +65,14 @@ bool are_false(const pybind11::list& dicts, const pybind11::list& keys) {
   // Found first, all of them, and then looked at: by then they have come.
   std::vector<PyObject*> all;
   all.reserve(dicts.size());
-  for_all(dicts, keys, [&](PyObject* found, Py_ssize_t) {
-    __builtin_prefetch(found);
-    all.push_back(found);
+  for_all(dicts, keys, [&](PyObject* value, Py_ssize_t) {
+    __builtin_prefetch(value);
+    all.push_back(value);
     return true;
   });
-  return std::all_of(all.begin(), all.end(), [](PyObject* found) {
-    if (found == Py_None || found == Py_False) return true;
-    if (PyDict_CheckExact(found) || PyODict_CheckExact(found)) return PyDict_GET_SIZE(found) == 0;
+  return std::all_of(all.begin(), all.end(), [](PyObject* value) {
+    if (value == Py_None || value == Py_False) return true;
+    if (PyDict_CheckExact(value) || PyODict_CheckExact(value)) return PyDict_GET_SIZE(value) == 0;
     return false;  // what else stands in the place of hooks counts as some
   });
 }

@@ -207,14 +207,14 @@ FwdMemory lay_out(Carver& carver, const AttentionInputs<T>& in, int64_t n, int64
   return memory;
 }
 
-// The keys' panels of a head, n keys from `place` on.
+// The keys' panels of a head, n keys from `position` on.
 template <typename E, typename T>
-void pack_keys(const AttentionInputs<T>& in, int64_t first_token, int64_t place, int64_t n, int64_t head,
+void pack_keys(const AttentionInputs<T>& in, int64_t first_token, int64_t position, int64_t n, int64_t head,
                const FwdMemory& m) {
   const int64_t at_once = in.rotary.cos == nullptr ? n : kPanel, panel_bytes = whole_steps<E>(in.head_dim) * kStepBytes;
   for (int64_t key = 0; key < n; key += at_once) {
     const int64_t keys = std::min(at_once, n - key);
-    const auto k = rotated(in, in.k, first_token, place + key, keys, head, m.k_rotated);
+    const auto k = rotated(in, in.k, first_token, position + key, keys, head, m.k_rotated);
     pack_columns<E>(k.data, k.stride, keys, in.head_dim, m.k_columns + key / kPanel * panel_bytes);
   }
 }

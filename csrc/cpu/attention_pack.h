@@ -68,12 +68,12 @@ __attribute__((noinline)) void pack_square(const T* x, int64_t stride, int64_t r
   }
 }
 
-// Rows turned by those of the tables that belong to the tokens from `place` of their sequence on, in fp32; backwards
+// Rows turned by those of the tables that belong to the tokens from `position` of their sequence on, in fp32; backwards
 // where `sign` is -1.
 template <typename From, typename To>
-void rotate_rows(const RotaryTables& tables, int64_t first_token, int64_t place, float sign, const From* x,
+void rotate_rows(const RotaryTables& tables, int64_t first_token, int64_t position, float sign, const From* x,
                  int64_t stride, int64_t rows, int64_t dims, To* out, int64_t out_stride) {
-  const int64_t half = dims / 2, first = tables.by_token ? first_token + place : place;
+  const int64_t half = dims / 2, first = tables.by_token ? first_token + position : position;
   const int64_t step = tables.interleaved ? 2 : 1, other = tables.interleaved ? 1 : half;
   for (int64_t r = 0; r < rows; ++r, x += stride, out += out_stride) {
     const float *cos = tables.cos + (first + r) * tables.cos_stride,
@@ -113,14 +113,14 @@ __attribute__((noinline)) void fetch_rows(const HeadRows<T>& x, int64_t token, i
   __atomic_signal_fence(__ATOMIC_SEQ_CST);  // or gcc takes calls for ones that do nothing
 }
 
-// Rows of a head of q or k from `place` of a sequence on: where they lie, or rotated into `space`.
+// Rows of a head of q or k from `position` of a sequence on: where they lie, or rotated into `space`.
 template <typename T>
-StridedRows<T> rotated(const AttentionInputs<T>& in, const HeadRows<const T>& x, int64_t first_token, int64_t place,
+StridedRows<T> rotated(const AttentionInputs<T>& in, const HeadRows<const T>& x, int64_t first_token, int64_t position,
                        int64_t rows, int64_t head, char* space) {
-  const T* from = x.at(first_token + place, head);
+  const T* from = x.at(first_token + position, head);
   if (in.rotary.cos == nullptr) return {from, x.token_stride};
   T* to = reinterpret_cast<T*>(space);
-  rotate_rows(in.rotary, first_token, place, 1.0f, from, x.token_stride, rows, in.head_dim, to, in.head_dim);
+  rotate_rows(in.rotary, first_token, position, 1.0f, from, x.token_stride, rows, in.head_dim, to, in.head_dim);
   return {to, in.head_dim};
 }
 

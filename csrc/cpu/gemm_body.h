@@ -378,12 +378,12 @@ void panel_sums_typed(const char* panel, const char* one, int64_t steps, void* o
                      nullptr);
     step += kChain;
   } while (step < steps);
-  const auto* found = reinterpret_cast<const float*>(sums);
+  const auto* floats = reinterpret_cast<const float*>(sums);
   for (int64_t c = 0; c < columns; ++c) {
     if (out_dtype == DType::kFloat32) {
-      static_cast<float*>(out)[c] = found[c];
+      static_cast<float*>(out)[c] = floats[c];
     } else {
-      static_cast<BFloat16*>(out)[c] = from_float<BFloat16>(found[c]);
+      static_cast<BFloat16*>(out)[c] = from_float<BFloat16>(floats[c]);
     }
   }
 }

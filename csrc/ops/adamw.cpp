@@ -43,14 +43,14 @@ struct Chunk {
 
 template <typename Length>
 std::vector<Chunk> chunks_of(const std::vector<Entry>& entries, int64_t Entry::* size, const Length& length_of) {
-  std::vector<Chunk> found;
+  std::vector<Chunk> chunks;
   for (size_t i = 0; i < entries.size(); ++i) {
     const int64_t length = length_of(entries[i]);
     for (int64_t at = 0; at < entries[i].*size; at += length) {
-      found.push_back({i, at, std::min(at + length, entries[i].*size)});
+      chunks.push_back({i, at, std::min(at + length, entries[i].*size)});
     }
   }
-  return found;
+  return chunks;
 }
 
 // The same bits for any number of threads: each chunk's sum has its own place. `known`: of those entries whose gradient

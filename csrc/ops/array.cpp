@@ -175,12 +175,12 @@ bool is_filling_memory() { return is_filling; }
 Array empty(const Shape& sizes, ScalarType dtype, Device device) {
   using torch::stable::detail::to;
   const Shape strides = contiguous_strides(sizes);
-  AtenTensorHandle made = nullptr;
+  AtenTensorHandle handle = nullptr;
   const AOTITorchError error =
       aoti_torch_empty_strided(sizes.count(), sizes.begin(), strides.begin(),
-                               to<int32_t>(torch::stable::detail::from(dtype)), device.type, device.index, &made);
+                               to<int32_t>(torch::stable::detail::from(dtype)), device.type, device.index, &handle);
   check(error == 0, "torch has no memory for a tensor of shape ", sizes, " and dtype ", dtype, " on ", device);
-  const Array array(made);
+  const Array array(handle);
   const bool has_memory = array.is_cpu() && array.numel() > 0;
   if (has_memory && is_filling) std::memset(array.data(), 0xff, static_cast<size_t>(array.nbytes()));
   return array;
@@ -191,12 +191,12 @@ Array tensor_in(std::shared_ptr<void> memory, void* data, const Shape& sizes, Sc
   auto* const held = new std::shared_ptr<void>(std::move(memory));
   const auto let_go = [](void*, void* context) { delete static_cast<std::shared_ptr<void>*>(context); };
   const Shape strides = contiguous_strides(sizes);
-  AtenTensorHandle made = nullptr;
+  AtenTensorHandle handle = nullptr;
   call(torch_from_blob(data, sizes.count(), sizes.begin(), strides.begin(), 0,
-                       to<int32_t>(torch::stable::detail::from(dtype)), cpu().type, cpu().index, &made,
+                       to<int32_t>(torch::stable::detail::from(dtype)), cpu().type, cpu().index, &handle,
                        aoti_torch_layout_strided(), nullptr, 0, let_go, held),
        "a tensor in memory that is there");
-  return Array(made);
+  return Array(handle);
 }
 
 Array as_tensor(const Array& view) {
@@ -204,11 +204,11 @@ Array as_tensor(const Array& view) {
   const void* first = nullptr;
   call(torch_get_const_data_ptr(view.handle(), &first), "data_ptr");
   const int64_t offset = (view.data<const char>() - static_cast<const char*>(first)) / view.element_size();
-  AtenTensorHandle made = nullptr;
+  AtenTensorHandle handle = nullptr;
   call(aoti_torch__reinterpret_tensor(view.handle(), view.dim(), view.sizes().begin(), view.strides().begin(), offset,
-                                      &made),
+                                      &handle),
        "a view");
-  return Array(made);
+  return Array(handle);
 }
 
 Array contiguous(const Array& t) {

@@ -25,25 +25,25 @@ void run_forward(const Operands& operands, const Array& out, const Array& stats)
 }  // namespace
 
 std::tuple<Array, Array> attention_fwd_cpu(const Array& q, const Array& k, const Array& v, const Array& cu_seqlens,
-                                           const OptionalArray& philox, const AttentionForm& form, double dropout_p,
-                                           bool return_stats) {
-  const Operands operands = checked_operands(q, k, v, cu_seqlens, form, make_dropout(dropout_p, philox));
+                                           const OptionalArray& philox, const AttentionOptions& options,
+                                           double dropout_p, bool return_stats) {
+  const Operands operands = checked_operands(q, k, v, cu_seqlens, options, make_dropout(dropout_p, philox));
   const Array out = empty_like(q);
   const Array stats = empty({return_stats ? 2 : 0, q.size(1), q.size(0)}, ScalarType::Float);
   run_forward(operands, out, stats);
   return {out, stats};
 }
 
-void attention_rows(const Array& q, const Array& k, const Array& v, const Array& cu_seqlens, const AttentionForm& form,
-                    const Array& out) {
-  run_forward(checked_operands(q, k, v, cu_seqlens, form, make_dropout(0.0, {})), out, Array());
+void attention_rows(const Array& q, const Array& k, const Array& v, const Array& cu_seqlens,
+                    const AttentionOptions& options, const Array& out) {
+  run_forward(checked_operands(q, k, v, cu_seqlens, options, make_dropout(0.0, {})), out, Array());
 }
 
 void attention_gradients(const Array& dout_, const Array& q, const Array& k, const Array& v, const Array& out_,
                          const Array& softmax_stats, const Array& cu_seqlens, const OptionalArray& philox,
-                         const AttentionForm& form, double dropout_p, const Array& dq, const Array& dk,
+                         const AttentionOptions& options, double dropout_p, const Array& dq, const Array& dk,
                          const Array& dv) {
-  const Operands operands = checked_operands(q, k, v, cu_seqlens, form, make_dropout(dropout_p, philox));
+  const Operands operands = checked_operands(q, k, v, cu_seqlens, options, make_dropout(dropout_p, philox));
   const Array out = with_rows("out", out_, q.sizes(), q), dout = with_rows("dout", dout_, q.sizes(), q);
   const int64_t total_tokens = operands.total_tokens, num_heads = operands.num_heads, end = operands.offsets.back();
   const Array stats = checked("softmax_stats", softmax_stats, {2, num_heads, total_tokens}, ScalarType::Float);
@@ -61,10 +61,10 @@ void attention_gradients(const Array& dout_, const Array& q, const Array& k, con
 
 std::tuple<Array, Array, Array> attention_bwd_cpu(const Array& dout, const Array& q, const Array& k, const Array& v,
                                                   const Array& out, const Array& softmax_stats, const Array& cu_seqlens,
-                                                  const OptionalArray& philox, const AttentionForm& form,
+                                                  const OptionalArray& philox, const AttentionOptions& options,
                                                   double dropout_p) {
   const Array dq = empty_like(q), dk = empty_like(k), dv = empty_like(v);
-  attention_gradients(dout, q, k, v, out, softmax_stats, cu_seqlens, philox, form, dropout_p, dq, dk, dv);
+  attention_gradients(dout, q, k, v, out, softmax_stats, cu_seqlens, philox, options, dropout_p, dq, dk, dv);
   return {dq, dk, dv};
 }
 

@@ -17,11 +17,11 @@ Array checked_table(const char* name, const Array& table, const Operands& operan
   const int64_t half = operands.q.size(2) / 2, rows = table.dim() == 2 ? table.size(0) : 0;
   check(operands.q.size(2) % 2 == 0, "head_dim is ", operands.q.size(2), ", which rotary embedding cannot halve");
   check_tensor(name, table, {rows, half}, ScalarType::Float, cpu());
-  if (operands.form->by_token) {
+  if (operands.options->by_token) {
     check(rows == operands.total_tokens, name, " has ", rows, " rows, expected one for each of ", operands.total_tokens,
           " tokens");
   }
-  for (size_t i = 1; !operands.form->by_token && i < operands.offsets.size(); ++i) {
+  for (size_t i = 1; !operands.options->by_token && i < operands.offsets.size(); ++i) {
     const int64_t length = operands.offsets[i] - operands.offsets[i - 1];
     check(rows >= length, name, " has ", rows, " positions, sequence ", i - 1, " has ", length, " tokens");
   }
@@ -38,7 +38,7 @@ Array with_rows(const char* name, const Array& t, const Shape& sizes, const Arra
 }
 
 Operands checked_operands(const Array& q, const Array& k, const Array& v, const Array& cu_seqlens,
-                          const AttentionForm& form, const Dropout& dropout) {
+                          const AttentionOptions& options, const Dropout& dropout) {
   check(q.dim() == 3, "q has shape ", q.sizes(), ", expected (total_tokens, num_heads, head_dim)");
   check(q.size(2) <= kLargestHeadDim, "head_dim is ", q.size(2), ", expected at most ", kLargestHeadDim);
   check(k.dim() == 3, "k has shape ", k.sizes(), ", expected (total_tokens, num_kv_heads, head_dim)");
@@ -47,16 +47,16 @@ Operands checked_operands(const Array& q, const Array& k, const Array& v, const 
         num_kv_heads, " of k do not divide");
   Operands operands;
   operands.total_tokens = q.size(0), operands.num_heads = num_heads, operands.num_kv_heads = num_kv_heads;
-  operands.form = &form, operands.dropout = dropout;
+  operands.options = &options, operands.dropout = dropout;
   const Shape sizes{q.size(0), num_kv_heads, q.size(2)};
   operands.q = with_rows("q", q, q.sizes(), q);
   operands.k = with_rows("k", k, sizes, q);
   operands.v = with_rows("v", v, sizes, q);
   operands.offsets = offsets_of(cu_seqlens, q.size(0));
-  operands.seen = seen_keys(operands.offsets, q.size(0), form);
-  if (form.cos.defined()) {
-    operands.cos = checked_table("cos", form.cos, operands);
-    operands.sin = checked_table("sin", form.sin, operands);
+  operands.seen = seen_keys(operands.offsets, q.size(0), options);
+  if (options.cos.defined()) {
+    operands.cos = checked_table("cos", options.cos, operands);
+    operands.sin = checked_table("sin", options.sin, operands);
   }
   return operands;
 }

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "../cpu/attention.h"
-#include "attention_form.h"
+#include "attention_options.h"
 #include "attention_plan.h"
 #include "dropout.h"
 #include "tensors.h"
@@ -35,21 +35,21 @@ struct Operands {
   std::vector<int64_t> offsets;
   SeenKeys seen;
   int64_t total_tokens, num_heads, num_kv_heads;
-  const AttentionForm* form;
+  const AttentionOptions* options;
   Dropout dropout;
 
   int64_t group() const { return num_kv_heads > 0 ? num_heads / num_kv_heads : 1; }
 };
 
 Operands checked_operands(const Array& q, const Array& k, const Array& v, const Array& cu_seqlens,
-                          const AttentionForm& form, const Dropout& dropout);
+                          const AttentionOptions& options, const Dropout& dropout);
 
 template <typename T>
 AttentionInputs<T> inputs(const Operands& operands) {
   RotaryTables rotary{};
   if (operands.cos.defined()) {
     rotary = {operands.cos.data<const float>(), operands.sin.data<const float>(), operands.cos.stride(0),
-              operands.sin.stride(0),           operands.form->interleaved,       operands.form->by_token};
+              operands.sin.stride(0),           operands.options->interleaved,    operands.options->by_token};
   }
   return {head_rows<const T>(operands.q),
           head_rows<const T>(operands.k),
@@ -57,7 +57,7 @@ AttentionInputs<T> inputs(const Operands& operands) {
           operands.num_heads,
           operands.group(),
           operands.q.size(2),
-          static_cast<float>(operands.form->softmax_scale),
+          static_cast<float>(operands.options->softmax_scale),
           operands.dropout,
           rotary,
           operands.seen.begin.data(),

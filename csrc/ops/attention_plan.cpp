@@ -6,18 +6,18 @@
 
 namespace fastbert {
 
-SeenKeys seen_keys(const std::vector<int64_t>& offsets, int64_t total_tokens, const AttentionForm& form) {
+SeenKeys seen_keys(const std::vector<int64_t>& offsets, int64_t total_tokens, const AttentionOptions& options) {
   SeenKeys seen;
   seen.is_cut.resize(offsets.size());
-  if (form.window_left < 0 && form.window_right < 0) return seen;
+  if (options.window_left < 0 && options.window_right < 0) return seen;
   seen.begin.resize(static_cast<size_t>(total_tokens));
   seen.end.resize(static_cast<size_t>(total_tokens));
-  const bool has_positions = form.window_positions.defined();
+  const bool has_positions = options.window_positions.defined();
   const Array words =
-      has_positions ? checked("window_positions", form.window_positions, {total_tokens}, ScalarType::Int) : Array();
+      has_positions ? checked("window_positions", options.window_positions, {total_tokens}, ScalarType::Int) : Array();
   constexpr int64_t kEndless = int64_t{1} << 32;
-  const int64_t left = form.window_left < 0 ? kEndless : std::min(form.window_left, kEndless);
-  const int64_t right = form.window_right < 0 ? kEndless : std::min(form.window_right, kEndless);
+  const int64_t left = options.window_left < 0 ? kEndless : std::min(options.window_left, kEndless);
+  const int64_t right = options.window_right < 0 ? kEndless : std::min(options.window_right, kEndless);
   for (size_t i = 1; i < offsets.size(); ++i) {
     const int64_t first = offsets[i - 1], n = offsets[i] - first;
     if (n == 0) continue;

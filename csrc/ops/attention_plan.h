@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "../cpu/attention.h"
-#include "attention_form.h"
+#include "attention_options.h"
 
 namespace fastbert {
 
@@ -15,7 +15,7 @@ struct SeenKeys {
   std::vector<char> is_cut;  // whether any token of a sequence does not see all of it
 };
 
-SeenKeys seen_keys(const std::vector<int64_t>& offsets, int64_t total_tokens, const AttentionForm& form);
+SeenKeys seen_keys(const std::vector<int64_t>& offsets, int64_t total_tokens, const AttentionOptions& options);
 
 struct AttentionPlan {
   std::vector<AttentionTask> tasks;

@@ -46,8 +46,8 @@ Array expanded_bias(const Array& bias, const int32_t* rows, int64_t longest, Rel
   constexpr int64_t kRead = 16;  // beyond the last, in whole vectors
   const int64_t num_heads = bias.size(1), distances = 2 * terms.reach - 1;
   terms.bias_stride = distances + kRead;
-  const Array made = workspace({2, num_heads, terms.bias_stride}, ScalarType::Float);
-  auto *ahead = made.data<float>(), *behind = ahead + num_heads * terms.bias_stride;
+  const Array buffer = workspace({2, num_heads, terms.bias_stride}, ScalarType::Float);
+  auto *ahead = buffer.data<float>(), *behind = ahead + num_heads * terms.bias_stride;
   const auto* from = bias.data<const float>();
   for (int64_t head = 0; head < num_heads; ++head, ahead += terms.bias_stride, behind += terms.bias_stride) {
     for (int64_t i = 0; i < distances; ++i) {
@@ -57,9 +57,9 @@ Array expanded_bias(const Array& bias, const int32_t* rows, int64_t longest, Rel
     std::fill_n(ahead + distances, kRead, 0.0f);
     std::fill_n(behind + distances, kRead, 0.0f);
   }
-  terms.bias = made.data<const float>();
+  terms.bias = buffer.data<const float>();
   terms.bias_turned = terms.bias + num_heads * terms.bias_stride;
-  return made;
+  return buffer;
 }
 
 template <typename T>
@@ -70,30 +70,24 @@ PackTable<T> table_to_pack(const Array& table, const DistanceColumns& columns, b
   const int64_t bytes = num_heads * table_column_bytes(dtype, head_dim, columns.panels) + kPackedSlack;
   const int64_t row_bytes = has_rows ? num_heads * table_row_bytes(dtype, head_dim, columns.panels) : 0;
   memory = workspace({(bytes + row_bytes) / 4}, ScalarType::Float);
-  char* made = memory.data<char>();
-  packed.columns = made, packed.rows = made + bytes;
-  return {table.data<T>(),
-          table.stride(0),
-          table.stride(1),
-          head_dim,
-          columns.rows.data(),
-          columns.panels,
-          made,
-          has_rows ? made + bytes : nullptr};
+  char* buffer = memory.data<char>();
+  packed.columns = buffer, packed.rows = buffer + bytes;
+  return {table.data<T>(),     table.stride(0), table.stride(1), head_dim,
+          columns.rows.data(), columns.panels,  buffer,          has_rows ? buffer + bytes : nullptr};
 }
 
 // Throws where the terms do not fit q or the sequences.
-PreparedTerms prepare(const RelativeForm& form, const Operands& operands, bool is_backward) {
+PreparedTerms prepare(const RelativeInputs& relative, const Operands& operands, bool is_backward) {
   const Array& q = operands.q;
   check(operands.group() == 1, "relative terms are of as many heads as q has, ", operands.num_heads, "; k has ",
         operands.num_kv_heads);
-  check(form.rows.dim() == 1 && form.rows.size(0) % 2 == 1, "relative.rows has shape ", form.rows.sizes(),
+  check(relative.rows.dim() == 1 && relative.rows.size(0) % 2 == 1, "relative.rows has shape ", relative.rows.sizes(),
         ", expected (2 * longest - 1,)");
-  const Array rows = checked("relative.rows", form.rows, form.rows.sizes(), ScalarType::Int);
+  const Array rows = checked("relative.rows", relative.rows, relative.rows.sizes(), ScalarType::Int);
   const auto* row = rows.data<const int32_t>();
   const int64_t longest = (rows.size(0) + 1) / 2;
   int64_t num_rows = -1;
-  for (const Array& table : {form.key, form.query, form.bias}) {
+  for (const Array& table : {relative.key, relative.query, relative.bias}) {
     if (num_rows < 0 && table.defined()) num_rows = table.size(0);
   }
   check(num_rows >= 0, "relative has neither key nor query nor bias");
@@ -103,8 +97,8 @@ PreparedTerms prepare(const RelativeForm& form, const Operands& operands, bool i
   }
   PreparedTerms prepared;
   RelativeTerms& terms = prepared.terms;
-  if (form.positions.defined()) {
-    prepared.places = checked("relative.positions", form.positions, {operands.total_tokens}, ScalarType::Int);
+  if (relative.positions.defined()) {
+    prepared.places = checked("relative.positions", relative.positions, {operands.total_tokens}, ScalarType::Int);
     terms.places = prepared.places.data<const int32_t>();
   }
   terms.reach = checked_reach(operands.offsets, terms.places, longest);
@@ -112,9 +106,10 @@ PreparedTerms prepare(const RelativeForm& form, const Operands& operands, bool i
   const auto checked_table = [&](const char* name, const Array& table) {
     return table.defined() ? with_rows(name, table, of_table, q) : Array();
   };
-  const Array key = checked_table("relative.key", form.key), query = checked_table("relative.query", form.query);
+  const Array key = checked_table("relative.key", relative.key),
+              query = checked_table("relative.query", relative.query);
   const Array bias =
-      checked_if_defined("relative.bias", form.bias, {num_rows, operands.num_heads}, ScalarType::Float, cpu());
+      checked_if_defined("relative.bias", relative.bias, {num_rows, operands.num_heads}, ScalarType::Float, cpu());
   if (terms.reach == 0 || operands.num_heads == 0) return prepared;
 
   prepared.distances = Distances::of(row, longest, terms.reach);
@@ -192,8 +187,8 @@ void write_bias(const GradientSums& sums, const DistanceColumns& columns, const 
 }
 
 // `stats` is undefined where it is not wanted.
-void run_forward(const Operands& operands, const RelativeForm& form, const Array& out, const Array& stats) {
-  const PreparedTerms prepared = prepare(form, operands, false);
+void run_forward(const Operands& operands, const RelativeInputs& relative, const Array& out, const Array& stats) {
+  const PreparedTerms prepared = prepare(relative, operands, false);
   const int64_t end = operands.offsets.back(), padding_rows = operands.total_tokens - end;
   zero(out.narrow(0, end, padding_rows));
   if (stats.defined()) zero(stats.narrow(2, end, padding_rows));
@@ -209,15 +204,15 @@ void run_forward(const Operands& operands, const RelativeForm& form, const Array
 }  // namespace
 
 void attention_relative_rows(const Array& q, const Array& k, const Array& v, const Array& cu_seqlens,
-                             const AttentionForm& form, const RelativeForm& relative, const Array& out) {
-  run_forward(checked_operands(q, k, v, cu_seqlens, form, {0.0, 0, 0}), relative, out, {});
+                             const AttentionOptions& options, const RelativeInputs& relative, const Array& out) {
+  run_forward(checked_operands(q, k, v, cu_seqlens, options, {0.0, 0, 0}), relative, out, {});
 }
 
 std::tuple<Array, Array> attention_relative_fwd_cpu(const Array& q, const Array& k, const Array& v,
                                                     const Array& cu_seqlens, const OptionalArray& philox,
-                                                    const AttentionForm& form, const RelativeForm& relative,
+                                                    const AttentionOptions& options, const RelativeInputs& relative,
                                                     double dropout_p, bool return_stats) {
-  const Operands operands = checked_operands(q, k, v, cu_seqlens, form, make_dropout(dropout_p, philox));
+  const Operands operands = checked_operands(q, k, v, cu_seqlens, options, make_dropout(dropout_p, philox));
   const Array out = empty_like(q);
   const Array stats = empty({return_stats ? 2 : 0, q.size(1), q.size(0)}, ScalarType::Float);
   run_forward(operands, relative, out, return_stats ? stats : Array());
@@ -226,11 +221,11 @@ std::tuple<Array, Array> attention_relative_fwd_cpu(const Array& q, const Array&
 
 RelativeGradients attention_relative_gradients(const Array& dout_, const Array& q, const Array& k, const Array& v,
                                                const Array& out_, const Array& softmax_stats, const Array& cu_seqlens,
-                                               const OptionalArray& philox, const AttentionForm& form,
-                                               const RelativeForm& relative, double dropout_p, const Array& dq,
+                                               const OptionalArray& philox, const AttentionOptions& options,
+                                               const RelativeInputs& relative, double dropout_p, const Array& dq,
                                                const Array& dk, const Array& dv) {
   const OptionalArray &key = relative.key, &query = relative.query, &bias = relative.bias;
-  const Operands operands = checked_operands(q, k, v, cu_seqlens, form, make_dropout(dropout_p, philox));
+  const Operands operands = checked_operands(q, k, v, cu_seqlens, options, make_dropout(dropout_p, philox));
   const int64_t total_tokens = operands.total_tokens, num_heads = operands.num_heads, end = operands.offsets.back();
   const Array out = with_rows("out", out_, q.sizes(), q), dout = with_rows("dout", dout_, q.sizes(), q);
   const Array stats = checked("softmax_stats", softmax_stats, {2, num_heads, total_tokens}, ScalarType::Float);
@@ -277,8 +272,8 @@ RelativeGradients attention_relative_gradients(const Array& dout_, const Array& 
       attention_relative_bwd(args, terms, sums, head, of_group.data(), static_cast<int64_t>(of_group.size()));
     });
     const Distances& distances = prepared.distances;
-    if (key.defined()) write_table<T>(of_key, distances.ahead, form.softmax_scale, dkey);
-    if (query.defined()) write_table<T>(of_query, distances.behind, form.softmax_scale, dquery);
+    if (key.defined()) write_table<T>(of_key, distances.ahead, options.softmax_scale, dkey);
+    if (query.defined()) write_table<T>(of_query, distances.behind, options.softmax_scale, dquery);
   });
   if (bias.defined()) write_bias(of_bias, prepared.distances.ahead, dbias);
   return {dkey, dquery, dbias};

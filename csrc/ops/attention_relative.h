@@ -9,7 +9,7 @@
 namespace fastbert {
 
 // As fastbert.ops.Relative has them.
-struct RelativeForm {
+struct RelativeInputs {
   Array rows;
   OptionalArray key, query, bias, positions;
 };
@@ -21,19 +21,19 @@ struct RelativeGradients {
 
 // attention_relative_fwd_cpu in inference, into `out`, of q's shape.
 void attention_relative_rows(const Array& q, const Array& k, const Array& v, const Array& cu_seqlens,
-                             const AttentionForm& form, const RelativeForm& relative, const Array& out);
+                             const AttentionOptions& options, const RelativeInputs& relative, const Array& out);
 
 // As attention_fwd_cpu.
 std::tuple<Array, Array> attention_relative_fwd_cpu(const Array& q, const Array& k, const Array& v,
                                                     const Array& cu_seqlens, const OptionalArray& philox,
-                                                    const AttentionForm& form, const RelativeForm& relative,
+                                                    const AttentionOptions& options, const RelativeInputs& relative,
                                                     double dropout_p, bool return_stats);
 
 // As attention_gradients.
 RelativeGradients attention_relative_gradients(const Array& dout, const Array& q, const Array& k, const Array& v,
                                                const Array& out, const Array& softmax_stats, const Array& cu_seqlens,
-                                               const OptionalArray& philox, const AttentionForm& form,
-                                               const RelativeForm& relative, double dropout_p, const Array& dq,
+                                               const OptionalArray& philox, const AttentionOptions& options,
+                                               const RelativeInputs& relative, double dropout_p, const Array& dq,
                                                const Array& dk, const Array& dv);
 
 // The operators, with the schemas' arguments.

@@ -114,9 +114,9 @@ std::vector<Array> encoder_cpu(const Array& input_ids, const OptionalArray& toke
   std::shared_ptr<const Encoder> held;
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    const auto found = encoders().find(encoder);
-    check(found != encoders().end(), "there is no encoder ", encoder);
-    held = found->second;
+    const auto entry = encoders().find(encoder);
+    check(entry != encoders().end(), "there is no encoder ", encoder);
+    held = entry->second;
   }
   check_index(has_one_dtype(*held), "the encoder's tensors are of several dtypes or devices");
   check(!pools || held->pooler.size() > 0, "encoder ", encoder, " has no pooler");

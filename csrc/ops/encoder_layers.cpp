@@ -26,7 +26,7 @@ Array run_in_turn(const Array& x, const Array& cu_seqlens, const LayerStack& sta
   const auto make = [&](const Shape& shape) { return workspace(shape, dtype); };
   Heads heads;
   Array context, flat_context, product, normed;
-  AttentionForm attention;
+  AttentionOptions attention;
   const std::optional<double>& final_eps = stack.final_eps;
 
   LayerReader reader(
@@ -46,7 +46,7 @@ Array run_in_turn(const Array& x, const Array& cu_seqlens, const LayerStack& sta
     const bool is_last = i + 1 == layers.size();
     reader.read(spec, layer);
     if (i == 0 || layers[i] != layers[i - 1]) {
-      attention = attention_form(spec, tables);
+      attention = attention_options(spec, tables);
       heads = make_heads(spec, tokens, make);
       // Attention reads the queries of a head's block of rows before it writes there, and behind it nobody reads keys
       // and values: their memory serves the rest of the layer. What a pre-norm layer leaves in `normed` is read by the

@@ -167,7 +167,7 @@ struct Shared {
 
 // The layer over x; returns what it gives, and fills `kept`. make_out: for what a norm at its end gives.
 Array layer_forward(const Array& x, const LayerSpec& spec, const LayerOperands& layer, const OptionalArray& philox,
-                    const RelativeForm& relative, const Shared& shared, ScalarType dtype, MakeArray make_out,
+                    const RelativeInputs& relative, const Shared& shared, ScalarType dtype, MakeArray make_out,
                     Kept& kept) {
   const size_t output = spec.attention_output(), up = spec.first_up(), down = spec.down();
   Array first = x;
@@ -178,13 +178,13 @@ Array layer_forward(const Array& x, const LayerSpec& spec, const LayerOperands& 
   const Heads heads = make_heads(spec, x.size(0), [&](const Shape& shape) { return empty(shape, dtype); });
   linear_rows(first, layer.projections(spec), heads.flat, dtype, nullptr);
   kept.projected = heads.whole;
-  const AttentionForm form = attention_form(spec, shared.tables);
+  const AttentionOptions options = attention_options(spec, shared.tables);
   const OptionalArray of_probabilities = philox_of(philox, kProbabilities);
   std::tie(kept.context, kept.softmax_stats) =
-      spec.relative == 0 ? attention_fwd_cpu(heads.q, heads.k, heads.v, shared.cu_seqlens, of_probabilities, form,
+      spec.relative == 0 ? attention_fwd_cpu(heads.q, heads.k, heads.v, shared.cu_seqlens, of_probabilities, options,
                                              spec.attention_dropout, true)
                          : attention_relative_fwd_cpu(heads.q, heads.k, heads.v, shared.cu_seqlens, of_probabilities,
-                                                      form, relative, spec.attention_dropout, true);
+                                                      options, relative, spec.attention_dropout, true);
 
   // The sums of residual and product are in x's dtype: where that is wider, the product is not rounded on its way.
   const Array product = workspace(x.sizes(), x.scalar_type());
@@ -214,7 +214,7 @@ struct LayerGradients {
 // `all_weights`: of all layers, of which this one's begin at `first_weight`. dx lies in memory of make_dx.
 LayerGradients layer_backward(const Sum& dout, const Input& input, const Kept& kept, const LayerSpec& spec,
                               const LayerOperands& layer, const List<Array>& all_weights, size_t first_weight,
-                              const OptionalArray& philox, const RelativeForm& relative, const Shared& shared,
+                              const OptionalArray& philox, const RelativeInputs& relative, const Shared& shared,
                               bool needs_dx, MakeArray make_dx) {
   std::array<Array, LayerOperands::kMostLeaves> weights;
   for (size_t i = 0; i < spec.num_leaves(); ++i) weights[i] = all_weights[first_weight + i];
@@ -260,15 +260,15 @@ LayerGradients layer_backward(const Sum& dout, const Input& input, const Kept& k
 
   const Heads dheads =
       make_heads(spec, kept.context.size(0), [&](const Shape& shape) { return workspace(shape, dtype); });
-  const AttentionForm form = attention_form(spec, shared.tables);
+  const AttentionOptions options = attention_options(spec, shared.tables);
   const OptionalArray of_probabilities = philox_of(philox, kProbabilities);
   const Array dattention = dcontext.view(kept.context.sizes());
   if (spec.relative == 0) {
     attention_gradients(dattention, heads.q, heads.k, heads.v, kept.context, kept.softmax_stats, shared.cu_seqlens,
-                        of_probabilities, form, spec.attention_dropout, dheads.q, dheads.k, dheads.v);
+                        of_probabilities, options, spec.attention_dropout, dheads.q, dheads.k, dheads.v);
   } else {
     drelative = attention_relative_gradients(dattention, heads.q, heads.k, heads.v, kept.context, kept.softmax_stats,
-                                             shared.cu_seqlens, of_probabilities, form, relative,
+                                             shared.cu_seqlens, of_probabilities, options, relative,
                                              spec.attention_dropout, dheads.q, dheads.k, dheads.v);
   }
   std::vector<Array> projections;
@@ -355,7 +355,7 @@ std::vector<Array> encoder_layers_bwd_cpu(const Array& dout_, const Array& x_, c
 
   std::vector<Input> inputs(count);
   std::vector<Kept> kept(count);
-  std::vector<RelativeForm> relatives(count);
+  std::vector<RelativeInputs> relatives(count);
   RelativeReader terms({relative_rows, relative_positions, relative});
   std::vector<LayerOperands> operands(count);  // of which only the norms are read
   size_t taken = 0;

@@ -24,9 +24,9 @@ class Region {
  public:
   explicit Region(size_t bytes) {
     const size_t whole = bytes + kHugePage;
-    void* const found = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (found == MAP_FAILED) throw std::bad_alloc();
-    char* const mapping = static_cast<char*>(found);
+    void* const mapped = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) throw std::bad_alloc();
+    char* const mapping = static_cast<char*>(mapped);
     begin_ = up_to_huge_page(mapping);
     end_ = begin_ + bytes;
     if (begin_ > mapping) munmap(mapping, static_cast<size_t>(begin_ - mapping));

@@ -155,10 +155,10 @@ RowsDone add_norm_rows(const Array& product, const Array& x_bias, const Array& r
   RowsDone rows;
   for_dtype(product.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    const Norm kind = !norm.weight.defined() ? Norm::kNone : norm_of(norm.rms);
+    const Norm norm_type = !norm.weight.defined() ? Norm::kNone : norm_of(norm.rms);
     const Array none;
-    const auto args = fwd_args<T>(kind, product, x_bias, residual, norm.weight, norm.bias, Dropout{0.0, 0, 0}, norm.eps,
-                                  normed_out, sum_out, none, none);
+    const auto args = fwd_args<T>(norm_type, product, x_bias, residual, norm.weight, norm.bias, Dropout{0.0, 0, 0},
+                                  norm.eps, normed_out, sum_out, none, none);
     rows = [args](int64_t begin, int64_t end) { add_layer_norm_fwd(args, begin, end); };
   });
   return rows;

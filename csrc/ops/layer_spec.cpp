@@ -21,8 +21,8 @@ size_t norms_of(int64_t bits) { return has_bit(bits, 0) + has_bit(bits, 1); }
 
 }  // namespace
 
-AttentionForm attention_form(const LayerSpec& spec, const AttentionTables& tables) {
-  AttentionForm attention{spec.softmax_scale, spec.window_left, spec.window_right};
+AttentionOptions attention_options(const LayerSpec& spec, const AttentionTables& tables) {
+  AttentionOptions attention{spec.softmax_scale, spec.window_left, spec.window_right};
   if (spec.window_left >= 0 || spec.window_right >= 0) attention.window_positions = tables.window_positions;
   if (spec.rotary < 0) return attention;
   const auto i = static_cast<size_t>(spec.rotary), count = tables.rotary_layouts.size();
@@ -34,7 +34,7 @@ AttentionForm attention_form(const LayerSpec& spec, const AttentionTables& table
   return attention;
 }
 
-RelativeForm RelativeReader::read(const LayerSpec& spec) {
+RelativeInputs RelativeReader::read(const LayerSpec& spec) {
   if (spec.relative == 0) return {};
   check(lists_.rows.defined(), "a layer has relative terms, and the call has no relative_rows");
   const auto term = [&](size_t bit) {

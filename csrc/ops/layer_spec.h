@@ -40,7 +40,7 @@ struct AttentionTables {
   const OptionalArray& window_positions;
 };
 
-AttentionForm attention_form(const LayerSpec& spec, const AttentionTables& tables);
+AttentionOptions attention_options(const LayerSpec& spec, const AttentionTables& tables);
 
 // What the layers of a call have of relative terms, as an operator takes it: rows and positions are shared, and `terms`
 // has of each layer those that its numbers say.
@@ -55,7 +55,7 @@ class RelativeReader {
   explicit RelativeReader(const RelativeLists& lists) : lists_(lists) {}
 
   // The next layer's. Rows are undefined where it has no such term.
-  RelativeForm read(const LayerSpec& spec);
+  RelativeInputs read(const LayerSpec& spec);
   // Fails if any are left.
   void finish() const;
 

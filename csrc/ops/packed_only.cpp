@@ -13,12 +13,12 @@
 namespace fastbert {
 namespace {
 
-constexpr uint64_t kKind = 0x796c6e6f6b636170u;  // "packonly": no weight of numbers begins so by chance
+constexpr uint64_t kMagic = 0x796c6e6f6b636170u;  // "packonly": no weight of numbers begins so by chance
 
 // What a copy's memory begins with: a cache line. Behind it are the parts, each of them its panels and, int8, their
 // channels' offsets.
 struct Header {
-  uint64_t kind = kKind;
+  uint64_t magic = kMagic;
   int64_t out_features, in_features, parts;
   DType format;
 };
@@ -43,7 +43,7 @@ Array pack_only_cpu(const Array& weight, int64_t parts) {
   check(parts > 0 && weight.size(0) % parts == 0, "weight has ", weight.size(0), " rows, which are no ", parts,
         " parts");
   const bool is_int8 = weight.scalar_type() == ScalarType::Char;
-  const Header header{kKind, weight.size(0), weight.size(1), parts,
+  const Header header{kMagic, weight.size(0), weight.size(1), parts,
                       is_int8 ? DType::kInt8 : format_for(weight.scalar_type())};
   const Part part(header);
   const std::shared_ptr<Block> block = lasting_block(kHeaderBytes + parts * part.bytes);
@@ -61,7 +61,7 @@ std::optional<PackedOnly> packed_only(const Array& weight) {
   if (weight.scalar_type() != ScalarType::Byte) return std::nullopt;
   const char* const memory = storage_of(weight);
   const Header& header = *reinterpret_cast<const Header*>(memory);
-  check(storage_bytes(weight) > kHeaderBytes && header.kind == kKind,
+  check(storage_bytes(weight) > kHeaderBytes && header.magic == kMagic,
         "weight is Byte, expected Float, BFloat16 or Char");
   const Part part(header);
   const int64_t row = weight.data<const char>() - memory;

@@ -29,13 +29,13 @@ constexpr int64_t kMostCopies = 8;
 
 // How a weight is packed, and where its copies have that one: not by a look-up, which each product of a short text
 // would wait for (docs/gemm.md).
-struct Kind {
+struct Packing {
   static constexpr size_t kCount = 6;
 
   bool is_transposed;
   DType format;
 
-  static Kind at(size_t i) { return {i >= kCount / 2, static_cast<DType>(i % (kCount / 2))}; }
+  static Packing at(size_t i) { return {i >= kCount / 2, static_cast<DType>(i % (kCount / 2))}; }
   size_t index() const { return (is_transposed ? kCount / 2 : 0) + static_cast<size_t>(format); }
 };
 
@@ -53,7 +53,7 @@ struct Weight {
   uint64_t sample = 0;
   std::optional<uint64_t> checksum;                // of this version, if it has been taken
   bool is_compared = false, was_compared = false;  // whether a call has asked for it; for that of the version before
-  std::array<Copy, Kind::kCount> copies;           // of each kind
+  std::array<Copy, Packing::kCount> copies;        // of each packing
 
   void set_old() {
     for (Copy& copy : copies) copy.is_old = true;
@@ -126,7 +126,7 @@ struct Request {
   const Array& weight;
   const char* storage;
   Lines lines;
-  Kind kind;
+  Packing packing;
   int64_t version;
   Comparison comparison;
   bool may_keep;
@@ -134,7 +134,7 @@ struct Request {
   bool has_changed = false;          // as the caller has seen
 };
 
-struct Found {
+struct Lookup {
   enum What { kCopy, kNone, kNeedsChecksum };
 
   What what;  // with kNeedsChecksum the caller is to take the weight's checksum, and to ask again
@@ -145,26 +145,26 @@ struct Found {
 bool has_copy(const Weights& weights, const Request& asked) {
   const auto known = weights.find(asked.lines);
   if (known == weights.end() || asked.version == kNoVersion || known->second.version != asked.version) return false;
-  return !known->second.copies[asked.kind.index()].is_old;
+  return !known->second.copies[asked.packing.index()].is_old;
 }
 
 // The copy of a weight, packed where it has none, or one that is old, and where it is to be kept. Nothing is found in a
 // storage of which nothing is known, unless it `is_watched`: from the first weight on it must be.
-std::optional<Found> find_or_pack(const Request& asked, bool is_watched) {
+std::optional<Lookup> find_or_pack(const Request& asked, bool is_watched) {
   const Array& weight = asked.weight;
   Weights crowded;  // freed after the lock
   const std::lock_guard<std::mutex> lock(mutex);
   auto of_storage = weights_of_storages().find(asked.storage);
   const bool is_known = of_storage != weights_of_storages().end();
-  if (!asked.may_keep && !(is_known && has_copy(of_storage->second, asked))) return Found{Found::kNone};
+  if (!asked.may_keep && !(is_known && has_copy(of_storage->second, asked))) return Lookup{Lookup::kNone};
   if (!is_known) {
     if (!is_watched) return std::nullopt;
     of_storage = weights_of_storages().try_emplace(asked.storage).first;
   }
   Weights& weights = of_storage->second;
   Weight* known = &weights[asked.lines];
-  const size_t kind = asked.kind.index();
-  if (!known->copies[kind].is_met) {
+  const size_t packing = asked.packing.index();
+  if (!known->copies[packing].is_met) {
     static int64_t serial = 0;
     // Slices that move along a storage would otherwise add copies without end.
     int64_t bytes = asked.lines.nbytes();
@@ -174,8 +174,8 @@ std::optional<Found> find_or_pack(const Request& asked, bool is_watched) {
       known = &weights[asked.lines];
     }
     // Weights begin at different places of their round, so that the work spreads over the calls.
-    known->copies[kind].is_met = true;
-    known->copies[kind].uses = serial++ * 633;
+    known->copies[packing].is_met = true;
+    known->copies[packing].uses = serial++ * 633;
   }
   const auto set_sample = [&] { known->sample = sample_of(asked.storage, asked.lines); };
   if (known->version != asked.version) {
@@ -196,30 +196,30 @@ std::optional<Found> find_or_pack(const Request& asked, bool is_watched) {
     known->checksum = asked.checksum;
     set_sample();
   }
-  Copy& copy = known->copies[kind];
+  Copy& copy = known->copies[packing];
   // A copy is kept where more calls are likely to ask for it: not where an optimizer writes the weight behind each call
   // with it, nor of what is multiplied once. fastbert.ops.adamw renews those that are there.
   const bool asked_again = copy.is_old && copy.is_asked;
   const bool has_more = asked_again || known->was_compared;
-  if (copy.is_old && !has_more && !records_all_writes && asked.kind.format != DType::kInt8) {
+  if (copy.is_old && !has_more && !records_all_writes && asked.packing.format != DType::kInt8) {
     copy.is_asked = true;
-    return Found{Found::kNone};
+    return Lookup{Lookup::kNone};
   }
   // Packing takes a checksum where it is likely to be asked for; and where there is one, because what is packed beside
   // others must be the same as they are.
   known->is_compared |= is_whole && (asked_again || !copy.is_old);
   const bool takes_one =
       copy.is_old ? known->checksum.has_value() || known->was_compared || (is_whole && asked_again) : is_whole;
-  if (takes_one && !asked.checksum.has_value()) return Found{Found::kNeedsChecksum};
+  if (takes_one && !asked.checksum.has_value()) return Lookup{Lookup::kNeedsChecksum};
   if (copy.is_old) {
-    pack(weight, asked.kind.format, copy.packed);
+    pack(weight, asked.packing.format, copy.packed);
     copy.is_old = false;
-    return Found{Found::kCopy, copy.packed};
+    return Lookup{Lookup::kCopy, copy.packed};
   }
-  if (is_whole) return Found{Found::kCopy, copy.packed};
-  const int64_t units = num_panels(weight.size(0)) * units_of_panel(weight, asked.kind.format);
+  if (is_whole) return Lookup{Lookup::kCopy, copy.packed};
+  const int64_t units = num_panels(weight.size(0)) * units_of_panel(weight, asked.packing.format);
   const int64_t use = copy.uses++ % kCheckCalls;
-  return Found{Found::kCopy, copy.packed, use * units / kCheckCalls, (use + 1) * units / kCheckCalls};
+  return Lookup{Lookup::kCopy, copy.packed, use * units / kCheckCalls, (use + 1) * units / kCheckCalls};
 }
 
 // Once for each `warned`, through Python's filters.
@@ -298,30 +298,31 @@ std::optional<PackedMemory> packed_weight(const Array& weight, DType format, int
   }
   Request asked{weight,   storage,     lines_of(weight, storage), {is_transposed(weight), format}, version, comparison,
                 may_keep, std::nullopt};
-  const auto find = [&]() -> Found {
-    std::optional<Found> found = find_or_pack(asked, false);
-    if (!found.has_value()) {
+  const auto find = [&]() -> Lookup {
+    std::optional<Lookup> lookup = find_or_pack(asked, false);
+    if (!lookup.has_value()) {
       watch_storage(weight);
-      found = find_or_pack(asked, true);
+      lookup = find_or_pack(asked, true);
     }
-    if (found->what == Found::kNeedsChecksum) {
+    if (lookup->what == Lookup::kNeedsChecksum) {
       asked.checksum = checksum_of(storage, asked.lines);
-      found = find_or_pack(asked, true);
+      lookup = find_or_pack(asked, true);
     }
-    return std::move(*found);
+    return std::move(*lookup);
   };
-  Found found = find();
-  if (found.what == Found::kNone) return std::nullopt;
-  if (is_packed_as(weight, format, found.packed, found.check_begin, found.check_end)) return std::move(found.packed);
+  Lookup lookup = find();
+  if (lookup.what == Lookup::kNone) return std::nullopt;
+  if (is_packed_as(weight, format, lookup.packed, lookup.check_begin, lookup.check_end))
+    return std::move(lookup.packed);
   asked.has_changed = true;
-  found = find();
+  lookup = find();
   warn(weight, warned_of_write,
        "a weight was written in a way that PyTorch does not record (through .data, NumPy, DLPack, a storage, apply_, "
        "torch.distributed, or another tensor with its memory), and some calls in inference mode have computed with its "
        "old values before this was found; now the new ones are used. Call fastbert.repack(model) right after such a "
        "write.");
-  if (found.what == Found::kNone) return std::nullopt;
-  return std::move(found.packed);
+  if (lookup.what == Lookup::kNone) return std::nullopt;
+  return std::move(lookup.packed);
 }
 
 Array packed_once(const Array& weight, DType format) {
@@ -341,18 +342,18 @@ Renewal::Renewal(const Array& weight) : weight_(weight) {
   version_ = version_of(weight);
   if (version_ == kNoVersion) return;
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = weights_of_storages().find(storage);
-  if (found == weights_of_storages().end()) return;
-  for (auto& [lines, known] : found->second) {
+  const auto entry = weights_of_storages().find(storage);
+  if (entry == weights_of_storages().end()) return;
+  for (auto& [lines, known] : entry->second) {
     const int64_t from = (lines.offset - first) / row_bytes;
     const bool has_rows = lines.length == columns && lines.stride == columns && lines.dtype == ScalarType::Float &&
                           lines.offset >= first && (lines.offset - first) % row_bytes == 0 && from % kPanel == 0 &&
                           from + lines.count <= rows;
     if (!has_rows || known.version != version_) continue;
-    for (size_t i = 0; i < Kind::kCount; ++i) {
+    for (size_t i = 0; i < Packing::kCount; ++i) {
       auto& copy = known.copies[i];
       if (!copy.is_old && copy.packed.panels.use_count() == 1) {
-        const auto [is_transposed, format] = Kind::at(i);
+        const auto [is_transposed, format] = Packing::at(i);
         copies_.push_back({is_transposed, from, lines.count, format, copy.packed});
       }
       copy.is_old = true;
@@ -390,9 +391,9 @@ void Renewal::finish() const {
   if (empty()) return;
   const std::lock_guard<std::mutex> lock(mutex);
   const char* const storage = storage_of(weight_);
-  const auto found = weights_of_storages().find(storage);
-  if (found == weights_of_storages().end()) return;
-  for (auto& [lines, known] : found->second) {
+  const auto entry = weights_of_storages().find(storage);
+  if (entry == weights_of_storages().end()) return;
+  for (auto& [lines, known] : entry->second) {
     for (auto& copy : known.copies) {
       const auto is_it = [&](const Copy& renewed) { return renewed.packed.panels == copy.packed.panels; };
       if (std::none_of(copies_.begin(), copies_.end(), is_it)) continue;
@@ -414,17 +415,17 @@ void repack(const std::vector<uintptr_t>& storages) {
   std::vector<Weights> forgotten(storages.size());  // freed after the lock
   const std::lock_guard<std::mutex> lock(mutex);
   for (size_t i = 0; i < storages.size(); ++i) {
-    const auto found = weights_of_storages().find(reinterpret_cast<const void*>(storages[i]));
-    if (found != weights_of_storages().end()) forgotten[i].swap(found->second);
+    const auto entry = weights_of_storages().find(reinterpret_cast<const void*>(storages[i]));
+    if (entry != weights_of_storages().end()) forgotten[i].swap(entry->second);
   }
 }
 
 void weights_changed(const std::vector<uintptr_t>& storages) {
   const std::lock_guard<std::mutex> lock(mutex);
   for (const uintptr_t storage : storages) {
-    const auto found = weights_of_storages().find(reinterpret_cast<const void*>(storage));
-    if (found == weights_of_storages().end()) continue;
-    for (auto& [lines, known] : found->second) known.version = kNoVersion - 1;  // none that a tensor has
+    const auto entry = weights_of_storages().find(reinterpret_cast<const void*>(storage));
+    if (entry == weights_of_storages().end()) continue;
+    for (auto& [lines, known] : entry->second) known.version = kNoVersion - 1;  // none that a tensor has
   }
 }
 

@@ -7,8 +7,8 @@
 namespace fastbert {
 
 inline void check_tensor(const char* name, const Array& t, const Shape& shape, ScalarType dtype, Device device) {
-  const Device found = t.device();
-  check(found.type == device.type && (device.index < 0 || found.index == device.index), name, " is on ", found,
+  const Device actual = t.device();
+  check(actual.type == device.type && (device.index < 0 || actual.index == device.index), name, " is on ", actual,
         ", expected ", device);
   check(t.sizes() == shape, name, " has shape ", t.sizes(), ", expected ", shape);
   check(t.scalar_type() == dtype, name, " is ", t.scalar_type(), ", expected ", dtype);

@@ -16,9 +16,9 @@ template <typename Bits>
 uint64_t sample_as(const char* storage, const Lines& lines) {
   uint64_t hash = 0, factor = 1;
   for (int64_t i = 0; i < 16; ++i) {
-    const int64_t line = i * (lines.count - 1) / 15, place = (i * 7 % 16) * (lines.length - 1) / 15;
+    const int64_t line = i * (lines.count - 1) / 15, column = (i * 7 % 16) * (lines.length - 1) / 15;
     Bits bits;
-    std::memcpy(&bits, storage + lines.offset + (line * lines.stride + place) * int64_t{sizeof(Bits)}, sizeof(Bits));
+    std::memcpy(&bits, storage + lines.offset + (line * lines.stride + column) * int64_t{sizeof(Bits)}, sizeof(Bits));
     hash += bits * factor;  // no element waits for the one before it
     factor *= 0x9e3779b97f4a7c15u;
   }
