@@ -19,7 +19,7 @@ nb_custom_formats = {".nb.md": ["jupytext.reads", {"fmt": "md"}]}
 nb_execution_mode = "cache"
 nb_execution_cache_path = str(Path(__file__).parents[1] / "build" / "docs-cache")
 nb_execution_raise_on_error = True
-nb_execution_timeout = 300
+nb_execution_timeout = 1800  # of a cell; one trains a model, and other work may be beside it
 nb_merge_streams, nb_output_stderr = True, "remove"
 nb_mime_priority_overrides = [("html", "image/svg+xml", 0)]
 # The source is the whole repository, so that links between pages, results and README are those that the repository has.
