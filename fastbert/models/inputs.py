@@ -142,10 +142,7 @@ def prepare_inputs(
             batch, values, grid, attention_mask=attention_mask, cu_seqlens=cu_seqlens, max_seqlen=arguments.max_seqlen
         )
     if cu_seqlens is not None:
-        if attention_mask is not None:
-            raise InputError("attention_mask and cu_seqlens exclude each other: a packed batch has no padding")
-        if cu_seqlens.device != values.device:
-            raise InputError(f"cu_seqlens is on {cu_seqlens.device}; the input is on {values.device}")
+        _check_offsets(cu_seqlens, attention_mask, values.device)
 
     input_ids = None if arguments.input_ids is None else arguments.input_ids.long()
     token_type_ids, task_type_ids = _check_types(config, arguments, grid, values.device)
@@ -195,6 +192,13 @@ def prepare_inputs(
         return EncoderInputs(batch, ids)
     columns = batch.columns_with_gaps(config.distances.are_absolute)
     return EncoderInputs(batch, ids, columns if given_positions is None else given_positions, columns)
+
+
+def _check_offsets(cu_seqlens: torch.Tensor, attention_mask: torch.Tensor | None, device: torch.device) -> None:
+    if attention_mask is not None:
+        raise InputError("attention_mask and cu_seqlens exclude each other: a packed batch has no padding")
+    if cu_seqlens.device != device:
+        raise InputError(f"cu_seqlens is on {cu_seqlens.device}; the input is on {device}")
 
 
 def _check_values(arguments: ModelInputs, tables: TableSizes) -> tuple[torch.Tensor, torch.Size, bool]:
