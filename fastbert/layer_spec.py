@@ -72,7 +72,8 @@ Position = RotarySpec | RelativeBias | Disentangled
 class AttentionSpec:
     """window_size: (left, right), how far before and behind itself a query sees keys; -1 is unlimited. position: what
     the scores have of the distance of two tokens; None: nothing. relative_dropout: of the table of Disentangled, drawn
-    in each layer.
+    in each layer. norm: of each head of queries and of keys, before they are rotated (Henry et al. 2020, "Query-Key
+    Normalization", section 3, with a learned norm in the place of the unit one); None: there is none.
 
     Raises Invalid: `position` takes dimensions that a head does not have, or not in pairs.
     """
@@ -85,6 +86,7 @@ class AttentionSpec:
     window_size: tuple[int, int] = (-1, -1)
     position: Position | None = None
     relative_dropout: float = 0.0
+    norm: NormSpec | None = None
 
     @property
     def rotary(self) -> RotarySpec | None:
@@ -114,11 +116,16 @@ class FeedForwardSpec:
     dropout: float = 0.0
 
 
+NormType = Literal["layer", "rms", "zero_centered_rms"]
+
+
 @dataclass(frozen=True)
 class NormSpec:
-    """type "rms": RMSNorm (Zhang & Sennrich 2019, eq. 4), which has no bias."""
+    """type "rms": RMSNorm (Zhang & Sennrich 2019, eq. 4), which has no bias. "zero_centered_rms": the same, by 1 +
+    weight, as in the code of Gemma (Gemma Team 2024).
+    """
 
-    type: Literal["layer", "rms"] = "layer"
+    type: NormType = "layer"
     eps: float = 1e-12
     bias: bool = True
 
@@ -155,6 +162,10 @@ class Distances(NamedTuple):
 
 _QKV = ("query", "key", "value")
 RELATIVES = ("relative_key", "relative_query")
+NORMS = (
+    *("attention_norm", "feed_forward_norm", "query_norm", "key_norm"),
+    *("attention_output_norm", "feed_forward_output_norm"),
+)
 LINEARS = (*_QKV, "attention_output", "gate", "up", "down", *RELATIVES)
 
 
@@ -166,8 +177,9 @@ class LayerNames:
     in this order; `per_head`: those of the first head's query, key and value, then the second's. `gate`: of gated
     feed-forwards. `relative_key`, `relative_query`: what projects the table of Disentangled, which may be key and query
     themselves; None: there is no such term. `query_bias`, `value_bias`: bare parameters, of a Linear that has no bias.
-    `order` is the order in which transformers registers the leaves: an
-    optimizer's saved state goes by it.
+    `query_norm`, `key_norm`: of AttentionSpec.norm. `attention_output_norm`, `feed_forward_output_norm`: of what a
+    sublayer gives, before the residual is added (Gemma Team 2024, "Gemma 2", section 2); None: there is none. `order`
+    is the order in which transformers registers the leaves: an optimizer's saved state goes by it.
     """
 
     query: str = "attention.self.query"
@@ -183,6 +195,10 @@ class LayerNames:
     relative_query: str | None = None
     query_bias: str | None = None
     value_bias: str | None = None
+    query_norm: str | None = None
+    key_norm: str | None = None
+    attention_output_norm: str | None = None
+    feed_forward_output_norm: str | None = None
     per_head: bool = False
     order: tuple[str, ...] = (*_QKV, "attention_output", "attention_norm", "up", "down", "feed_forward_norm")
 
@@ -191,7 +207,7 @@ class LayerNames:
     ups: tuple[str, ...] = field(init=False)  # up; or gate and up; or the one of both
     linears: tuple[str, ...] = field(init=False)
     relatives: tuple[str, ...] = field(init=False)  # of the table, where they are leaves of their own
-    norms: tuple[str, ...] = field(init=False)
+    norms: tuple[str | None, ...] = field(init=False)  # by the order of NORMS, up to the last that there is
     containers: tuple[str, ...] = field(init=False)  # all that stands before a dot, the outer ones first
 
     def __post_init__(self) -> None:
@@ -203,8 +219,9 @@ class LayerNames:
         put("linears", (*self.qkv, self.attention_output, *self.ups, self.down))
         relatives = dict.fromkeys((self.relative_key, self.relative_query))
         put("relatives", tuple(path for path in relatives if path is not None and path not in self.qkv))
-        put("norms", (self.attention_norm, self.feed_forward_norm))
-        leaves = [path.split(".") for path in (*self.linears, *self.relatives, *self.norms)]
+        norms = [getattr(self, role) for role in NORMS]
+        put("norms", tuple(norms[: 1 + max(i for i, path in enumerate(norms) if path is not None)]))
+        leaves = [path.split(".") for path in (*self.linears, *self.relatives, *self.norms) if path is not None]
         put("containers", tuple(dict.fromkeys(".".join(n[:i]) for n in leaves for i in range(1, len(n)))))
 
 
@@ -212,8 +229,9 @@ class LayerNames:
 class LayerSpec:
     """What the layer at one depth computes, without tensors.
 
-    norm_first: the norms stand before each sublayer (pre-norm) instead of behind it (post-norm). biases: the roles
-    whose Linear has one. The dropouts are those of the two sublayers' results. after: what stands behind the layer.
+    norm: of all norms but those of heads. norm_first: the norms stand before each sublayer (pre-norm) instead of behind
+    it (post-norm). biases: the roles whose Linear has one. The dropouts are those of the two sublayers' results. after:
+    what stands behind the layer.
     """
 
     names: LayerNames
@@ -238,6 +256,16 @@ class LayerSpec:
             paths.append(position.norm)
         paths += [] if after is None else [f"{after.path}.conv", f"{after.path}.LayerNorm"]
         return tuple(paths)
+
+    @property
+    def norm_paths(self) -> tuple[str | None, ...]:
+        """Of the norms, below the layer, by the order of NORMS, up to the last that there is; None: there is none."""
+        return self.names.norms if self.has_attention_norm else (None, *self.names.norms[1:])
+
+    def norm_of(self, i: int) -> NormSpec:
+        """What the i-th of NORMS is."""
+        of_heads = self.attention.norm if NORMS[i] in ("query_norm", "key_norm") else None
+        return self.norm if of_heads is None else of_heads
 
     @property
     def relative_bits(self) -> int:

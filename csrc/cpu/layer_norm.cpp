@@ -10,12 +10,14 @@
 namespace fastbert {
 namespace {
 
-// An absent vector becomes `fill`, so that the row loops know only one case; bf16 is widened once, not once a row.
+// The weight plus its offset. An absent one becomes ones, so that the row loops know only one case; bf16 is widened
+// once, not once a row.
 template <typename T>
-std::vector<float> to_floats(const T* vector, int64_t n, float fill) {
-  std::vector<float> out(static_cast<size_t>(n), fill);
-  if (vector != nullptr) {
-    for (int64_t i = 0; i < n; ++i) out[static_cast<size_t>(i)] = to_float(vector[i]);
+std::vector<float> weight_of(const AddLayerNormBwd<T>& args) {
+  const int64_t n = args.hidden_size;
+  std::vector<float> out(static_cast<size_t>(n), 1.0f);
+  if (args.weight != nullptr) {
+    for (int64_t i = 0; i < n; ++i) out[static_cast<size_t>(i)] = to_float(args.weight[i]) + args.weight_offset;
   }
   return out;
 }
@@ -25,7 +27,7 @@ FASTBERT_INLINE void bwd_chunks(const AddLayerNormBwd<T>& args, int64_t begin, i
   const int64_t n = args.hidden_size;
   const float inverse_n = 1.0f / static_cast<float>(n);
   const bool is_rms = args.mean == nullptr;
-  const std::vector<float> weight_floats = to_floats(args.weight, n, 1.0f);
+  const std::vector<float> weight_floats = weight_of(args);
   const float* weight = weight_floats.data();
   std::vector<float> multiplier_floats(static_cast<size_t>(kHasDropout ? room_for_multipliers(n) : 0));
   float* multiplier = multiplier_floats.data();

@@ -4,7 +4,8 @@
 //   summed = dropout(x + x_bias) + residual, rounded to T
 //   out    = (summed - mean) * rstd * weight + bias
 //
-// RMSNorm is LayerNorm with a mean of 0: rstd is 1 / sqrt(mean(summed^2) + eps).
+// RMSNorm is LayerNorm with a mean of 0: rstd is 1 / sqrt(mean(summed^2) + eps). Zero-centred, its weight is 1 +
+// weight.
 //
 // Matrices are row-major (rows, hidden_size) without gaps; vectors are (hidden_size,); a null pointer leaves that
 // operand or result out.
@@ -17,7 +18,11 @@
 
 namespace fastbert {
 
-enum class Norm { kLayer, kRms, kNone };  // kNone: out is the sum itself
+// In the order of fastbert/layer_spec.py's NormType; kNone: out is the sum itself.
+enum class Norm { kLayer, kRms, kZeroCenteredRms, kNone };
+
+// What is added to the weight.
+inline float weight_offset(Norm norm) { return norm == Norm::kZeroCenteredRms ? 1.0f : 0.0f; }
 
 template <typename T>
 struct AddLayerNormFwd {
@@ -49,6 +54,7 @@ struct AddLayerNormBwd {
   const float* mean;  // null: RMSNorm
   const float* rstd;
   const T* weight;
+  float weight_offset;  // added to it
   Dropout dropout;
   int64_t rows;
   int64_t hidden_size;

@@ -20,8 +20,8 @@ struct RowSum {
 
 // An absent vector becomes `fill`, so that the rows know only one case; bf16 is widened once, not once a row.
 template <typename T>
-void widen_vector(const T* vector, int64_t n, int64_t padded, float fill, float* out) {
-  for (int64_t i = 0; i < n; ++i) out[i] = vector == nullptr ? fill : to_float(vector[i]);
+void widen_vector(const T* vector, int64_t n, int64_t padded, float fill, float* out, float offset = 0.0f) {
+  for (int64_t i = 0; i < n; ++i) out[i] = vector == nullptr ? fill : to_float(vector[i]) + offset;
   for (int64_t i = n; i < padded; ++i) out[i] = 0.0f;
 }
 
@@ -32,11 +32,11 @@ void add_layer_norm_rows(const AddLayerNormFwd<T>& args, int64_t begin, int64_t 
   auto* x_bias = reinterpret_cast<float*>(scratch.get(5 * padded * 4));
   float *weight = x_bias + padded, *bias = weight + padded, *row = bias + padded, *multiplier = row + padded;
   widen_vector(args.x_bias, n, padded, 0.0f, x_bias);
-  widen_vector(args.weight, n, padded, 1.0f, weight);
+  widen_vector(args.weight, n, padded, 1.0f, weight, weight_offset(args.norm));
   widen_vector(args.bias, n, padded, 0.0f, bias);
   const int64_t whole = n / kRowLanes * kRowLanes;
   const float inverse_n = 1.0f / static_cast<float>(n);
-  const bool is_rms = args.norm == Norm::kRms;
+  const bool is_rms = args.norm == Norm::kRms || args.norm == Norm::kZeroCenteredRms;
   [[maybe_unused]] const DropoutMask mask = kHasDropout ? DropoutMask::of(args.dropout) : DropoutMask{};
   [[maybe_unused]] const auto counters = static_cast<uint64_t>((n + 3) / 4);
 

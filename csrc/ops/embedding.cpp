@@ -49,7 +49,7 @@ Array embed_fwd_cpu(const OptionalArray& input_ids, const OptionalArray& positio
         t.out.data<T>()};
     const int64_t grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width));
     RowsDone norm;
-    if (t.weight.defined()) norm = add_norm_rows(t.out, {}, {}, {false, t.weight, t.bias, eps}, t.out, {});
+    if (t.weight.defined()) norm = add_norm_rows(t.out, {}, {}, {Norm::kLayer, t.weight, t.bias, eps}, t.out, {});
     parallel_for(0, tokens, grain, [&](int64_t begin, int64_t end) {
       embed_fwd(args, begin, end);
       if (norm) norm(begin, end);

@@ -1,5 +1,7 @@
 #include "encoder_layers.h"
 
+#include <algorithm>
+
 #include "attention.h"
 #include "layer_spec.h"
 #include "team.h"
@@ -35,7 +37,7 @@ Array run_in_turn(const Array& x, const Array& cu_seqlens, const LayerStack& sta
   const auto final_norm = [&](const LayerSpec& last) -> NormOperand {
     const size_t left = reader.norms_left();
     check(final_eps.has_value() ? left == 1 || left == 2 : left == 0, "there are ", left, " tensors of norms too many");
-    return final_eps.has_value() ? reader.norm_ahead(last.rms, left == 1 ? 1 : 3, *final_eps) : NormOperand();
+    return final_eps.has_value() ? reader.final_norm_ahead(last, left == 1 ? 1 : 3, *final_eps) : NormOperand();
   };
   RelativeReader terms(relative);
   LayerOperands layer;
@@ -64,9 +66,10 @@ Array run_in_turn(const Array& x, const Array& cu_seqlens, const LayerStack& sta
     }
 
     if (spec.begins_with_norm() && !is_normed) {
-      parallel_for(0, tokens, 16, add_norm_rows(hidden, none, none, layer.attention_norm, normed, none));
+      parallel_for(0, tokens, 16, add_norm_rows(hidden, none, none, layer.norm(LayerSpec::kAttention), normed, none));
     }
-    linear_rows(spec.begins_with_norm() ? normed : hidden, layer.projections(spec), heads.flat, dtype, nullptr);
+    linear_rows(spec.begins_with_norm() ? normed : hidden, layer.projections(spec), heads.flat, dtype,
+                norm_heads_rows(spec, layer, heads));
     if (spec.relative == 0) {
       attention_rows(heads.q, heads.k, heads.v, cu_seqlens, attention, context);
     } else {
@@ -75,6 +78,20 @@ Array run_in_turn(const Array& x, const Array& cu_seqlens, const LayerStack& sta
 
     // What ends a sublayer, residual and norm, runs over rows as the product before it finishes them.
     const size_t output = spec.attention_output(), down = spec.down();
+    const auto end_rows = [&](LayerSpec::NormOf output_norm, const Array& bias, const Array& residual,
+                              const NormOperand& norm, const Array& normed_out, const Array& sum_out) -> RowsDone {
+      const NormOperand& of_product = layer.norm(output_norm);
+      if (!of_product.weight.defined()) return add_norm_rows(product, bias, residual, norm, normed_out, sum_out);
+      // The product's norm, and then the sum's, of few enough rows for these to stay in the first caches.
+      return [first = add_norm_rows(product, bias, none, of_product, product, none),
+              second = add_norm_rows(product, none, residual, norm, normed_out, sum_out)](int64_t begin, int64_t end) {
+        constexpr int64_t kRows = 16;
+        for (int64_t row = begin; row < end; row += kRows) {
+          first(row, std::min(row + kRows, end));
+          second(row, std::min(row + kRows, end));
+        }
+      };
+    };
     const auto end_attention = [&](const RowsDone& end) {
       linear_rows(flat_context, {layer.without_bias(output)}, {product}, dtype, end);
     };
@@ -84,16 +101,19 @@ Array run_in_turn(const Array& x, const Array& cu_seqlens, const LayerStack& sta
     const NormOperand next = is_last ? final_norm(spec) : reader.norm_ahead(spec_of(i + 1));
     is_normed = spec.norm_first && next.weight.defined();
     if (spec.norm_first) {
-      end_attention(add_norm_rows(product, layer.bias[output], hidden, layer.feed_forward_norm, normed, out));
-      end_layer(add_norm_rows(product, layer.bias[down], out, next,
-                              !is_normed ? none
-                              : is_last  ? out
-                                         : normed,
-                              is_last && is_normed ? none : out));
+      end_attention(end_rows(LayerSpec::kAttentionOutput, layer.bias[output], hidden,
+                             layer.norm(LayerSpec::kFeedForward), normed, out));
+      end_layer(end_rows(LayerSpec::kFeedForwardOutput, layer.bias[down], out, next,
+                         !is_normed ? none
+                         : is_last  ? out
+                                    : normed,
+                         is_last && is_normed ? none : out));
     } else {
       check(!is_last || !next.weight.defined(), "there is a norm behind a post-norm layer");
-      end_attention(add_norm_rows(product, layer.bias[output], hidden, layer.attention_norm, normed, none));
-      end_layer(add_norm_rows(product, layer.bias[down], normed, layer.feed_forward_norm, out, none));
+      end_attention(end_rows(LayerSpec::kAttentionOutput, layer.bias[output], hidden, layer.norm(LayerSpec::kAttention),
+                             normed, none));
+      end_layer(end_rows(LayerSpec::kFeedForwardOutput, layer.bias[down], normed, layer.norm(LayerSpec::kFeedForward),
+                         out, none));
     }
     hidden = out;  // nothing reads a layer's input once its last product runs
   }

@@ -16,9 +16,15 @@ namespace {
 // What forward keeps for backward: of a norm what it is made from, not what it gives, which backward makes again. That
 // costs what fresh memory's page faults cost in forward, and is a quarter of a step's memory under autocast.
 struct Kept {
+  // A norm of what a sublayer gives, and of a sum.
+  struct OfNorm {
+    Array summed, mean, rstd;
+  };
   Array first_mean, first_rstd;  // the norm that a pre-norm layer begins with
   std::vector<Array> projected;
+  OfNorm query, key;  // whose sums are `projected`
   Array context, softmax_stats;
+  OfNorm attention_output, feed_forward_output;
   Array summed, mean, rstd;  // the attention's end
   Array pre;
   Array last_summed, last_mean, last_rstd;  // the norm that a post-norm layer ends with
@@ -36,9 +42,17 @@ void for_each_kept(const LayerSpec& spec, Kept& kept, const Visit& visit) {
   kept.projected.resize(spec.num_projections());
   if (spec.begins_with_norm()) visit_all({&kept.first_mean, &kept.first_rstd});
   for (Array& array : kept.projected) visit(array);
-  visit_all({&kept.context, &kept.softmax_stats, &kept.summed});
+  if (spec.bits_of(LayerSpec::kQuery) != 0) visit_all({&kept.query.mean, &kept.query.rstd});
+  if (spec.bits_of(LayerSpec::kKey) != 0) visit_all({&kept.key.mean, &kept.key.rstd});
+  visit_all({&kept.context, &kept.softmax_stats});
+  const auto visit_output = [&](LayerSpec::NormOf which, Kept::OfNorm& output) {
+    if (spec.bits_of(which) != 0) visit_all({&output.summed, &output.mean, &output.rstd});
+  };
+  visit_output(LayerSpec::kAttentionOutput, kept.attention_output);
+  visit(kept.summed);
   if (has_middle_norm(spec)) visit_all({&kept.mean, &kept.rstd});
   visit(kept.pre);
+  visit_output(LayerSpec::kFeedForwardOutput, kept.feed_forward_output);
   if (!spec.norm_first) visit_all({&kept.last_summed, &kept.last_mean, &kept.last_rstd});
 }
 
@@ -84,6 +98,27 @@ End end_sublayer(const Array& product, const Array& bias, const Array& residual,
   return {out, summed, mean, rstd};
 }
 
+// Of heads, (total_tokens, heads, head_dim): a row for each head of each token.
+Array rows_of_heads(const Array& heads) { return heads.view({heads.size(0) * heads.size(1), heads.size(2)}); }
+
+// Queries or keys, normed where the layer does that, in memory that the next call uses again.
+Array norm_heads(const Array& heads, const NormOperand& norm, Kept::OfNorm& kept) {
+  if (!norm.weight.defined()) return heads;
+  Array out;
+  std::tie(out, std::ignore, kept.mean, kept.rstd) =
+      add_layer_norm(rows_of_heads(heads), {}, {}, norm, {}, 0.0, false, true, workspace);
+  return out.view(heads.sizes());
+}
+
+// What a norm before the residual makes of a sublayer's product + bias; without one the product.
+Array norm_output(const Array& product, const Array& bias, const NormOperand& norm, Kept::OfNorm& kept) {
+  if (!norm.weight.defined()) return product;
+  Array out;
+  std::tie(out, kept.summed, kept.mean, kept.rstd) =
+      add_layer_norm(product, bias, {}, norm, {}, 0.0, true, true, workspace);
+  return out;
+}
+
 // What a layer is given: `kept`, or where the layer below ends with a norm, that of it.
 struct Input {
   Array kept;
@@ -119,7 +154,7 @@ EndGradients end_gradients(const Sum& gradient, const OptionalArray& dsum, const
   }
   const auto [dproduct, dsummed, dbias, dnorm, dnorm_bias] =
       add_layer_norm_gradients(gradient.dout, gradient.more, dsum, summed, mean, rstd, norm.weight, philox, dropout_p,
-                               has_bias, norm.rms, make_rows);
+                               has_bias, norm.type, make_rows);
   // Without dropout a sum's gradient is its product's.
   return {dropout_p > 0.0 ? dproduct : dsummed, dsummed, dbias, dnorm, dnorm_bias};
 }
@@ -173,32 +208,42 @@ Array layer_forward(const Array& x, const LayerSpec& spec, const LayerOperands& 
   Array first = x;
   if (spec.begins_with_norm()) {
     std::tie(first, std::ignore, kept.first_mean, kept.first_rstd) =
-        add_layer_norm(x, {}, {}, layer.attention_norm, {}, 0.0, false, true, workspace);
+        add_layer_norm(x, {}, {}, layer.norm(LayerSpec::kAttention), {}, 0.0, false, true, workspace);
   }
   const Heads heads = make_heads(spec, x.size(0), [&](const Shape& shape) { return empty(shape, dtype); });
   linear_rows(first, layer.projections(spec), heads.flat, dtype, nullptr);
   kept.projected = heads.whole;
+  const Array q = norm_heads(heads.q, layer.norm(LayerSpec::kQuery), kept.query);
+  const Array k = norm_heads(heads.k, layer.norm(LayerSpec::kKey), kept.key);
   const AttentionOptions options = attention_options(spec, shared.tables);
   const OptionalArray of_probabilities = philox_of(philox, kProbabilities);
   std::tie(kept.context, kept.softmax_stats) =
-      spec.relative == 0 ? attention_fwd_cpu(heads.q, heads.k, heads.v, shared.cu_seqlens, of_probabilities, options,
-                                             spec.attention_dropout, true)
-                         : attention_relative_fwd_cpu(heads.q, heads.k, heads.v, shared.cu_seqlens, of_probabilities,
-                                                      options, relative, spec.attention_dropout, true);
+      spec.relative == 0
+          ? attention_fwd_cpu(q, k, heads.v, shared.cu_seqlens, of_probabilities, options, spec.attention_dropout, true)
+          : attention_relative_fwd_cpu(q, k, heads.v, shared.cu_seqlens, of_probabilities, options, relative,
+                                       spec.attention_dropout, true);
 
   // The sums of residual and product are in x's dtype: where that is wider, the product is not rounded on its way.
   const Array product = workspace(x.sizes(), x.scalar_type());
   linear_rows(flat(kept.context), {layer.without_bias(output)}, {product}, dtype, nullptr);
-  const End middle = end_sublayer(product, layer.bias[output], x, layer.middle_norm(spec),
-                                  philox_of(philox, kAttentionOutput), spec.attention_output_dropout, workspace);
+  const Array none;
+  const auto bias_of = [&](size_t i, LayerSpec::NormOf which) -> const Array& {
+    return spec.bits_of(which) != 0 ? none : layer.bias[i];
+  };
+  const End middle = end_sublayer(
+      norm_output(product, layer.bias[output], layer.norm(LayerSpec::kAttentionOutput), kept.attention_output),
+      bias_of(output, LayerSpec::kAttentionOutput), x, layer.middle_norm(spec), philox_of(philox, kAttentionOutput),
+      spec.attention_output_dropout, workspace);
   std::tie(kept.summed, kept.mean, kept.rstd) = std::tie(middle.summed, middle.mean, middle.rstd);
 
   const FeedForwardOperand feed_forward = layer.feed_forward(spec, shared.activation, inner_dropout(spec, philox));
   kept.pre = empty({x.size(0), static_cast<int64_t>(spec.num_ups()) * layer.weight[up].size(0)}, dtype);
   feed_forward_rows(middle.out, feed_forward, product, kept.pre, dtype, nullptr);
-  const End last = end_sublayer(product, layer.bias[down], spec.norm_first ? middle.summed : middle.out,
-                                spec.norm_first ? NormOperand() : layer.feed_forward_norm, philox_of(philox, kOutput),
-                                spec.feed_forward_dropout, make_out);
+  const End last = end_sublayer(
+      norm_output(product, layer.bias[down], layer.norm(LayerSpec::kFeedForwardOutput), kept.feed_forward_output),
+      bias_of(down, LayerSpec::kFeedForwardOutput), spec.norm_first ? middle.summed : middle.out,
+      spec.norm_first ? NormOperand() : layer.norm(LayerSpec::kFeedForward), philox_of(philox, kOutput),
+      spec.feed_forward_dropout, make_out);
   std::tie(kept.last_summed, kept.last_mean, kept.last_rstd) = std::tie(last.summed, last.mean, last.rstd);
 
   return last.out;
@@ -207,7 +252,7 @@ Array layer_forward(const Array& x, const LayerSpec& spec, const LayerOperands& 
 struct LayerGradients {
   Sum dx;
   std::array<Array, LayerOperands::kMostLeaves> dweight, dbias;
-  std::array<Array, 4> dnorms;  // as a spec's bits count them
+  std::array<Array, 2 * LayerSpec::kNorms> dnorms;  // as a spec's bits count them
   RelativeGradients drelative;
 };
 
@@ -224,12 +269,32 @@ LayerGradients layer_backward(const Sum& dout, const Input& input, const Kept& k
   const auto has_bias = [&](size_t i) { return (spec.biases >> i & 1) != 0; };
   LayerGradients gradients;
   auto& [gradient_of_x, dweight, dbias, dnorms, drelative] = gradients;
+  // A norm's that is not at a sublayer's end: that of its sum, from that of what it gave.
+  const auto norm_gradient = [&](LayerSpec::NormOf which, const Array& dnormed, const Kept::OfNorm& of_norm,
+                                 bool has_bias) {
+    const NormOperand& norm = layer.norm(which);
+    const auto [dx, dsummed, dx_bias, dnorm, dnorm_bias] =
+        add_layer_norm_gradients(dnormed, {}, {}, of_norm.summed, of_norm.mean, of_norm.rstd, norm.weight, {}, 0.0,
+                                 has_bias, norm.type, workspace);
+    gradients.dnorms[2 * which] = dnorm;
+    gradients.dnorms[2 * which + 1] = dnorm_bias;
+    return std::pair<Array, Array>(dsummed, dx_bias);
+  };
+  // That of the product at a sublayer's end and of its bias, from that of what its residual is added to.
+  const auto output_gradient = [&](LayerSpec::NormOf which, const Kept::OfNorm& of_norm, size_t i,
+                                   const EndGradients& end) {
+    if (spec.bits_of(which) == 0) return std::pair<Array, Array>(end.dproduct, end.dbias);
+    return norm_gradient(which, end.dproduct, of_norm, has_bias(i));
+  };
+  const auto has_end_bias = [&](size_t i, LayerSpec::NormOf which) { return has_bias(i) && spec.bits_of(which) == 0; };
 
   const EndGradients last =
       end_gradients(dout, {}, kept.last_summed, kept.last_mean, kept.last_rstd,
-                    spec.norm_first ? NormOperand() : layer.feed_forward_norm, philox_of(philox, kOutput),
-                    spec.feed_forward_dropout, has_bias(down), workspace);
-  dbias[down] = last.dbias;
+                    spec.norm_first ? NormOperand() : layer.norm(LayerSpec::kFeedForward), philox_of(philox, kOutput),
+                    spec.feed_forward_dropout, has_end_bias(down, LayerSpec::kFeedForwardOutput), workspace);
+  Array dproduct;
+  std::tie(dproduct, dbias[down]) =
+      output_gradient(LayerSpec::kFeedForwardOutput, kept.feed_forward_output, down, last);
   std::vector<Array> ups;
   bool has_up_biases = false;
   for (size_t i = up; i < down; ++i) {
@@ -237,10 +302,9 @@ LayerGradients layer_backward(const Sum& dout, const Input& input, const Kept& k
     has_up_biases |= has_bias(i);
   }
   const auto [dmiddle, dups, dup_biases, ddown] = feed_forward_gradients(
-      last.dproduct,
-      has_middle_norm(spec) ? norm_of_rows(kept.summed, layer.middle_norm(spec), workspace) : kept.summed, kept.pre,
-      ups, weights[down], shared.activation, spec.gated, inner_dropout(spec, philox), true, true, has_up_biases,
-      workspace);
+      dproduct, has_middle_norm(spec) ? norm_of_rows(kept.summed, layer.middle_norm(spec), workspace) : kept.summed,
+      kept.pre, ups, weights[down], shared.activation, spec.gated, inner_dropout(spec, philox), true, true,
+      has_up_biases, workspace);
   dweight[down] = ddown;
   for (size_t i = up; i < down; ++i) {
     dweight[i] = dups[i - up];
@@ -252,24 +316,39 @@ LayerGradients layer_backward(const Sum& dout, const Input& input, const Kept& k
   const EndGradients middle =
       end_gradients(to_middle, spec.norm_first ? last.dresidual : OptionalArray(), kept.summed, kept.mean, kept.rstd,
                     layer.middle_norm(spec), philox_of(philox, kAttentionOutput), spec.attention_output_dropout,
-                    has_bias(output), workspace);
-  dbias[output] = middle.dbias;
+                    has_end_bias(output, LayerSpec::kAttentionOutput), workspace);
+  std::tie(dproduct, dbias[output]) =
+      output_gradient(LayerSpec::kAttentionOutput, kept.attention_output, output, middle);
   const auto [dcontext, doutput, no_bias] =
-      linear_gradients({middle.dproduct}, flat(kept.context), {weights[output]}, dtype, true, true, false, workspace);
+      linear_gradients({dproduct}, flat(kept.context), {weights[output]}, dtype, true, true, false, workspace);
   dweight[output] = doutput[0];
 
-  const Heads dheads =
-      make_heads(spec, kept.context.size(0), [&](const Shape& shape) { return workspace(shape, dtype); });
+  Heads dheads = make_heads(spec, kept.context.size(0), [&](const Shape& shape) { return workspace(shape, dtype); });
+  const auto normed_again = [&](LayerSpec::NormOf which, const Array& t) {
+    if (spec.bits_of(which) == 0) return t;
+    return norm_of_rows(rows_of_heads(t), layer.norm(which), workspace).view(t.sizes());
+  };
+  const Array q = normed_again(LayerSpec::kQuery, heads.q), k = normed_again(LayerSpec::kKey, heads.k);
   const AttentionOptions options = attention_options(spec, shared.tables);
   const OptionalArray of_probabilities = philox_of(philox, kProbabilities);
   const Array dattention = dcontext.view(kept.context.sizes());
   if (spec.relative == 0) {
-    attention_gradients(dattention, heads.q, heads.k, heads.v, kept.context, kept.softmax_stats, shared.cu_seqlens,
+    attention_gradients(dattention, q, k, heads.v, kept.context, kept.softmax_stats, shared.cu_seqlens,
                         of_probabilities, options, spec.attention_dropout, dheads.q, dheads.k, dheads.v);
   } else {
-    drelative = attention_relative_gradients(dattention, heads.q, heads.k, heads.v, kept.context, kept.softmax_stats,
+    drelative = attention_relative_gradients(dattention, q, k, heads.v, kept.context, kept.softmax_stats,
                                              shared.cu_seqlens, of_probabilities, options, relative,
                                              spec.attention_dropout, dheads.q, dheads.k, dheads.v);
+  }
+  if (spec.bits_of(LayerSpec::kQuery) != 0 || spec.bits_of(LayerSpec::kKey) != 0) {
+    const auto before_norm = [&](LayerSpec::NormOf which, const Array& dheads, const Array& heads,
+                                 Kept::OfNorm of_norm) {
+      if (spec.bits_of(which) == 0) return dheads;
+      of_norm.summed = rows_of_heads(heads);
+      return norm_gradient(which, rows_of_heads(dheads), of_norm, false).first.view(heads.sizes());
+    };
+    dheads = Heads(spec, {before_norm(LayerSpec::kQuery, dheads.q, heads.q, kept.query),
+                          before_norm(LayerSpec::kKey, dheads.k, heads.k, kept.key), dheads.v});
   }
   std::vector<Array> projections;
   bool has_biases = false;
@@ -278,7 +357,7 @@ LayerGradients layer_backward(const Sum& dout, const Input& input, const Kept& k
     has_biases |= has_bias(i);
   }
   const Array x = input.rows();
-  const Array projected = spec.begins_with_norm() ? norm_of_rows(x, layer.attention_norm, workspace) : x;
+  const Array projected = spec.begins_with_norm() ? norm_of_rows(x, layer.norm(LayerSpec::kAttention), workspace) : x;
   auto [dx, dprojections, dprojection_biases] =
       linear_gradients(dheads.flat, projected, projections, dtype, needs_dx || spec.begins_with_norm(), true,
                        has_biases, spec.begins_with_norm() ? workspace : make_dx);
@@ -289,14 +368,17 @@ LayerGradients layer_backward(const Sum& dout, const Input& input, const Kept& k
 
   EndGradients first;
   if (spec.begins_with_norm()) {
-    first = end_gradients({dx, {}}, middle.dresidual, x, kept.first_mean, kept.first_rstd, layer.attention_norm, {},
-                          0.0, false, make_dx);
+    first = end_gradients({dx, {}}, middle.dresidual, x, kept.first_mean, kept.first_rstd,
+                          layer.norm(LayerSpec::kAttention), {}, 0.0, false, make_dx);
     dx = needs_dx ? first.dresidual : empty({0, x.size(1)}, x);
   }
   gradient_of_x = {dx, needs_dx && !spec.begins_with_norm() ? middle.dresidual : Array()};
   // Of the norms in the order of the layer's, not of the passes.
   const EndGradients &attention = spec.norm_first ? first : middle, &feed_forward = spec.norm_first ? middle : last;
-  dnorms = {attention.dnorm, attention.dnorm_bias, feed_forward.dnorm, feed_forward.dnorm_bias};
+  dnorms[0] = attention.dnorm;
+  dnorms[1] = attention.dnorm_bias;
+  dnorms[2] = feed_forward.dnorm;
+  dnorms[3] = feed_forward.dnorm_bias;
   return gradients;
 }
 
@@ -370,7 +452,7 @@ std::vector<Array> encoder_layers_bwd_cpu(const Array& dout_, const Array& x_, c
     } else if (stack.specs[i - 1].norm_first) {
       take(inputs[i].kept);
     } else {
-      inputs[i] = {kept[i - 1].last_summed, operands[i - 1].feed_forward_norm};
+      inputs[i] = {kept[i - 1].last_summed, operands[i - 1].norm(LayerSpec::kFeedForward)};
     }
     for_each_kept(spec, kept[i], take);
     reader.read_norms(spec, operands[i]);
@@ -405,7 +487,7 @@ std::vector<Array> encoder_layers_bwd_cpu(const Array& dout_, const Array& x_, c
     results.insert(results.end(), all.begin(), all.begin() + static_cast<int64_t>(stack.specs[i].num_leaves()));
   }
   for (size_t i = 0; i < count; ++i) {
-    for (size_t j = 0; j < 4; ++j) {
+    for (size_t j = 0; j < gradients[i].dnorms.size(); ++j) {
       if ((stack.specs[i].norms >> j & 1) != 0) results.push_back(gradients[i].dnorms[j]);
     }
   }

@@ -14,7 +14,10 @@ namespace {
 // Rows of `width` elements that are worth a thread of their own; 32 k elements is ATen's own grain.
 int64_t grain_rows(int64_t width) { return std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width)); }
 
-Norm norm_of(bool rms) { return rms ? Norm::kRms : Norm::kLayer; }
+Norm norm_of(bool rms, bool zero_centered) {
+  check(rms || !zero_centered, "only RMSNorm is zero-centred");
+  return zero_centered ? Norm::kZeroCenteredRms : rms ? Norm::kRms : Norm::kLayer;
+}
 
 // Undefined tensors leave their operand or result out.
 template <typename T>
@@ -42,16 +45,16 @@ std::tuple<Array, Array, Array, Array> add_layer_norm_fwd_cpu(const Array& x, co
                                                               const OptionalArray& residual, const Array& weight,
                                                               const OptionalArray& bias, const OptionalArray& philox,
                                                               double dropout_p, double eps, bool return_sum,
-                                                              bool return_stats, bool rms) {
-  return add_layer_norm(x, x_bias, residual, {rms, weight, bias, eps}, philox, dropout_p, return_sum, return_stats,
-                        empty);
+                                                              bool return_stats, bool rms, bool zero_centered) {
+  return add_layer_norm(x, x_bias, residual, {norm_of(rms, zero_centered), weight, bias, eps}, philox, dropout_p,
+                        return_sum, return_stats, empty);
 }
 
 std::tuple<Array, Array, Array, Array> add_layer_norm(const Array& x, const OptionalArray& x_bias,
                                                       const OptionalArray& residual, const NormOperand& norm,
                                                       const OptionalArray& philox, double dropout_p, bool return_sum,
                                                       bool return_stats, MakeArray make_out) {
-  const bool rms = norm.rms;
+  const bool rms = norm.type != Norm::kLayer;
   const auto t = add_layer_norm_fwd_tensors(x, x_bias, residual, norm.weight, norm.bias, return_sum, return_stats, rms,
                                             cpu(), make_out);
   const Dropout dropout = make_dropout(dropout_p, philox);
@@ -59,7 +62,7 @@ std::tuple<Array, Array, Array, Array> add_layer_norm(const Array& x, const Opti
     using T = decltype(zero);
     const Array none;
     const auto args =
-        fwd_args<T>(norm_of(rms), t.x, t.x_bias, t.residual, t.weight, t.bias, dropout, norm.eps, t.out,
+        fwd_args<T>(norm.type, t.x, t.x_bias, t.residual, t.weight, t.bias, dropout, norm.eps, t.out,
                     return_sum ? t.summed : none, return_stats && !rms ? t.mean : none, return_stats ? t.rstd : none);
     parallel_for(0, t.x.size(0), grain_rows(t.x.size(1)),
                  [&](int64_t begin, int64_t end) { add_layer_norm_fwd(args, begin, end); });
@@ -78,17 +81,18 @@ std::tuple<Array, Array, Array, Array, Array> add_layer_norm_bwd_cpu(const Array
                                                                      const Array& summed, const Array& mean,
                                                                      const Array& rstd, const Array& weight,
                                                                      const OptionalArray& philox, double dropout_p,
-                                                                     bool has_x_bias, bool rms) {
-  return add_layer_norm_gradients(dout, {}, dsum, summed, mean, rstd, weight, philox, dropout_p, has_x_bias, rms,
-                                  empty);
+                                                                     bool has_x_bias, bool rms, bool zero_centered) {
+  return add_layer_norm_gradients(dout, {}, dsum, summed, mean, rstd, weight, philox, dropout_p, has_x_bias,
+                                  norm_of(rms, zero_centered), empty);
 }
 
 std::tuple<Array, Array, Array, Array, Array> add_layer_norm_gradients(const Array& dout, const Array& dout_more,
                                                                        const OptionalArray& dsum, const Array& summed,
                                                                        const Array& mean, const Array& rstd,
                                                                        const Array& weight, const OptionalArray& philox,
-                                                                       double dropout_p, bool has_x_bias, bool rms,
+                                                                       double dropout_p, bool has_x_bias, Norm norm,
                                                                        MakeArray make_rows) {
+  const bool rms = norm != Norm::kLayer;
   const auto t =
       add_layer_norm_bwd_tensors(dout, dsum, summed, mean, rstd, weight, dropout_p, has_x_bias, rms, cpu(), make_rows);
   const Array more = checked_if_defined("dout_more", dout_more, t.dout.sizes(), t.dout.scalar_type(), cpu());
@@ -110,6 +114,7 @@ std::tuple<Array, Array, Array, Array, Array> add_layer_norm_gradients(const Arr
                                   rms ? nullptr : t.mean.data<const float>(),
                                   t.rstd.data<const float>(),
                                   t.weight.data<const T>(),
+                                  weight_offset(norm),
                                   dropout,
                                   rows,
                                   hidden_size,
@@ -155,7 +160,7 @@ RowsDone add_norm_rows(const Array& product, const Array& x_bias, const Array& r
   RowsDone rows;
   for_dtype(product.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    const Norm norm_type = !norm.weight.defined() ? Norm::kNone : norm_of(norm.rms);
+    const Norm norm_type = norm.weight.defined() ? norm.type : Norm::kNone;
     const Array none;
     const auto args = fwd_args<T>(norm_type, product, x_bias, residual, norm.weight, norm.bias, Dropout{0.0, 0, 0},
                                   norm.eps, normed_out, sum_out, none, none);

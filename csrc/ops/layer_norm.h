@@ -4,14 +4,15 @@
 
 #include <tuple>
 
+#include "../cpu/layer_norm.h"
 #include "array.h"
 #include "products.h"
 
 namespace fastbert {
 
-// LayerNorm, or RMSNorm; an undefined weight stands for no norm at all.
+// An undefined weight stands for no norm at all.
 struct NormOperand {
-  bool rms = false;
+  Norm type = Norm::kLayer;
   OptionalArray weight, bias;
   double eps = 0.0;
 };
@@ -20,7 +21,8 @@ std::tuple<Array, Array, Array, Array> add_layer_norm_fwd_cpu(const Array& x, co
                                                               const OptionalArray& residual, const Array& weight,
                                                               const OptionalArray& bias, const OptionalArray& philox,
                                                               double dropout_p, double eps, bool return_sum,
-                                                              bool return_stats, bool rms = false);
+                                                              bool return_stats, bool rms = false,
+                                                              bool zero_centered = false);
 
 // The same with its norm as a record, and `out` in memory of make_out.
 std::tuple<Array, Array, Array, Array> add_layer_norm(const Array& x, const OptionalArray& x_bias,
@@ -35,14 +37,15 @@ std::tuple<Array, Array, Array, Array, Array> add_layer_norm_bwd_cpu(const Array
                                                                      const Array& summed, const Array& mean,
                                                                      const Array& rstd, const Array& weight,
                                                                      const OptionalArray& philox, double dropout_p,
-                                                                     bool has_x_bias, bool rms = false);
+                                                                     bool has_x_bias, bool rms = false,
+                                                                     bool zero_centered = false);
 
 // The same of dout + dout_more, which may be undefined, with what has rows, dx and dsummed, in memory of make_rows.
 std::tuple<Array, Array, Array, Array, Array> add_layer_norm_gradients(const Array& dout, const Array& dout_more,
                                                                        const OptionalArray& dsum, const Array& summed,
                                                                        const Array& mean, const Array& rstd,
                                                                        const Array& weight, const OptionalArray& philox,
-                                                                       double dropout_p, bool has_x_bias, bool rms,
+                                                                       double dropout_p, bool has_x_bias, Norm norm,
                                                                        MakeArray make_rows);
 
 // dropout(x + x_bias) + residual.

@@ -7,7 +7,7 @@
 namespace fastbert {
 
 struct LayerNumbers {
-  static constexpr size_t kInts = 15, kFloats = 7;
+  static constexpr size_t kInts = 16, kFloats = 11;
 
   int64_t num_heads;
   int64_t num_kv_heads;
@@ -19,7 +19,8 @@ struct LayerNumbers {
   bool merged_qkv;
   bool gated;
   bool merged_gate;
-  bool rms;
+  int64_t norm;
+  int64_t head_norm;
   int64_t biases;
   int64_t scales;
   int64_t norms;
@@ -27,6 +28,10 @@ struct LayerNumbers {
   double softmax_scale;
   double attention_norm_eps;
   double feed_forward_norm_eps;
+  double query_norm_eps;
+  double key_norm_eps;
+  double attention_output_norm_eps;
+  double feed_forward_output_norm_eps;
   double attention_dropout;
   double attention_output_dropout;
   double inner_dropout;
@@ -44,18 +49,23 @@ struct LayerNumbers {
     numbers.merged_qkv = ints[7] != 0;
     numbers.gated = ints[8] != 0;
     numbers.merged_gate = ints[9] != 0;
-    numbers.rms = ints[10] != 0;
-    numbers.biases = ints[11];
-    numbers.scales = ints[12];
-    numbers.norms = ints[13];
-    numbers.relative = ints[14];
+    numbers.norm = ints[10];
+    numbers.head_norm = ints[11];
+    numbers.biases = ints[12];
+    numbers.scales = ints[13];
+    numbers.norms = ints[14];
+    numbers.relative = ints[15];
     numbers.softmax_scale = floats[0];
     numbers.attention_norm_eps = floats[1];
     numbers.feed_forward_norm_eps = floats[2];
-    numbers.attention_dropout = floats[3];
-    numbers.attention_output_dropout = floats[4];
-    numbers.inner_dropout = floats[5];
-    numbers.feed_forward_dropout = floats[6];
+    numbers.query_norm_eps = floats[3];
+    numbers.key_norm_eps = floats[4];
+    numbers.attention_output_norm_eps = floats[5];
+    numbers.feed_forward_output_norm_eps = floats[6];
+    numbers.attention_dropout = floats[7];
+    numbers.attention_output_dropout = floats[8];
+    numbers.inner_dropout = floats[9];
+    numbers.feed_forward_dropout = floats[10];
     return numbers;
   }
 };

@@ -102,8 +102,8 @@ LayerReader::LayerReader(const LayerLists& lists, int64_t hidden_size, ScalarTyp
 }
 
 // What norms take: their weights and biases, and the biases of the products before them.
-Array LayerReader::vector(const char* name, const Array& t) const {
-  check_tensor(name, t, {hidden_size_}, dtype_, cpu());
+Array LayerReader::vector(const char* name, const Array& t, int64_t width) const {
+  check_tensor(name, t, {width}, dtype_, cpu());
   return contiguous(t);
 }
 
@@ -124,29 +124,57 @@ void LayerReader::read(const LayerSpec& spec, LayerOperands& layer) {
                                                         : weight.size(0);
     check(weight.dim() == 2 && weight.size(0) == features, "weight ", i, " of layer ", layer_, " is ", weight.sizes(),
           ", expected ", features, " features");
-    if (is_output && has_bias) layer.bias[i] = vector("an output's bias", layer.bias[i]);
+    if (is_output && has_bias) layer.bias[i] = vector("an output's bias", layer.bias[i], hidden_size_);
   }
   read_norms(spec, layer);
   ++layer_;
 }
 
 void LayerReader::read_norms(const LayerSpec& spec, LayerOperands& layer) {
-  layer.attention_norm = norm_ahead(spec.rms, spec.norms & 3, spec.attention_norm_eps);
-  norm_ += norms_of(spec.norms & 3);
-  layer.feed_forward_norm = norm_ahead(spec.rms, spec.norms >> 2, spec.feed_forward_norm_eps);
-  norm_ += norms_of(spec.norms >> 2);
+  for (size_t i = 0; i < LayerSpec::kNorms; ++i) {
+    const auto which = static_cast<LayerSpec::NormOf>(i);
+    const bool is_of_heads = which == LayerSpec::kQuery || which == LayerSpec::kKey;
+    layer.norms[i] = norm_ahead(spec.type_of(which), spec.bits_of(which), spec.eps_of(which),
+                                is_of_heads ? spec.head_dim : hidden_size_);
+    norm_ += norms_of(spec.bits_of(which));
+  }
 }
 
-NormOperand LayerReader::norm_ahead(bool rms, int64_t bits, double eps) const {
+NormOperand LayerReader::norm_ahead(Norm type, int64_t bits, double eps, int64_t width) const {
   size_t at = norm_;
-  NormOperand norm{rms, {}, {}, eps};
-  if (has_bit(bits, 0)) norm.weight = vector("norm", next("tensors of norms", lists_.norms, at));
-  if (has_bit(bits, 1)) norm.bias = vector("norm bias", next("tensors of norms", lists_.norms, at));
+  NormOperand norm{type, {}, {}, eps};
+  if (has_bit(bits, 0)) norm.weight = vector("norm", next("tensors of norms", lists_.norms, at), width);
+  if (has_bit(bits, 1)) norm.bias = vector("norm bias", next("tensors of norms", lists_.norms, at), width);
   return norm;
 }
 
+NormOperand LayerReader::final_norm_ahead(const LayerSpec& last, int64_t bits, double eps) const {
+  return norm_ahead(last.type_of(LayerSpec::kAttention), bits, eps, hidden_size_);
+}
+
 NormOperand LayerReader::norm_ahead(const LayerSpec& spec) const {
-  return spec.norm_first ? norm_ahead(spec.rms, spec.norms & 3, spec.attention_norm_eps) : NormOperand();
+  constexpr auto kFirst = LayerSpec::kAttention;
+  if (!spec.norm_first) return NormOperand();
+  return norm_ahead(spec.type_of(kFirst), spec.bits_of(kFirst), spec.eps_of(kFirst), hidden_size_);
+}
+
+RowsDone norm_heads_rows(const LayerSpec& spec, const LayerOperands& layer, const Heads& heads) {
+  const auto rows_of = [&](LayerSpec::NormOf which, const Array& t) -> RowsDone {
+    const NormOperand& norm = layer.norm(which);
+    if (!norm.weight.defined()) return nullptr;
+    check(!spec.merged_qkv, "one Linear is query, key and value, of which two have norms of their heads");
+    const int64_t count = t.size(1);
+    const Array rows = t.view({t.size(0) * count, t.size(2)}), none;
+    return [normed = add_norm_rows(rows, none, none, norm, rows, none), count](int64_t begin, int64_t end) {
+      normed(begin * count, end * count);
+    };
+  };
+  const RowsDone query = rows_of(LayerSpec::kQuery, heads.q), key = rows_of(LayerSpec::kKey, heads.k);
+  if (!query && !key) return nullptr;
+  return [query, key](int64_t begin, int64_t end) {
+    if (query) query(begin, end);
+    if (key) key(begin, end);
+  };
 }
 
 size_t LayerReader::norms_left() const {

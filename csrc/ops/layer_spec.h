@@ -26,6 +26,15 @@ struct LayerSpec : LayerNumbers {
   size_t down() const { return first_up() + num_ups(); }
   size_t num_leaves() const { return down() + 1; }
 
+  // By the order of fastbert/layer_spec.py's NORMS.
+  enum NormOf : size_t { kAttention, kFeedForward, kQuery, kKey, kAttentionOutput, kFeedForwardOutput, kNorms };
+  int64_t bits_of(NormOf which) const { return norms >> 2 * which & 3; }
+  Norm type_of(NormOf which) const { return static_cast<Norm>(which == kQuery || which == kKey ? head_norm : norm); }
+  double eps_of(NormOf which) const {
+    const double eps[] = {attention_norm_eps, feed_forward_norm_eps,     query_norm_eps,
+                          key_norm_eps,       attention_output_norm_eps, feed_forward_output_norm_eps};
+    return eps[which];
+  }
   bool has_attention_norm() const { return (norms & 1) != 0; }
   bool begins_with_norm() const { return norm_first && has_attention_norm(); }
   int64_t heads_of(size_t projection) const {
@@ -72,11 +81,12 @@ struct LayerOperands {
   std::array<Array, kMostLeaves> weight, bias, scale, input_scale;
   std::array<int64_t, kMostLeaves> version;
   Comparison comparison;
-  NormOperand attention_norm, feed_forward_norm;
+  std::array<NormOperand, LayerSpec::kNorms> norms;
 
+  const NormOperand& norm(LayerSpec::NormOf which) const { return norms[which]; }
   // What stands behind the attention's residual.
   const NormOperand& middle_norm(const LayerSpec& spec) const {
-    return spec.norm_first ? feed_forward_norm : attention_norm;
+    return norm(spec.norm_first ? LayerSpec::kFeedForward : LayerSpec::kAttention);
   }
   LinearOperand linear(size_t i) const {
     return {weight[i], &bias[i], &scale[i], &input_scale[i], version[i], comparison};
@@ -98,6 +108,10 @@ struct Heads {
   Heads() = default;
   Heads(const LayerSpec& spec, std::vector<Array> whole);
 };
+
+// What norms rows [begin, end) of queries' and keys' heads in place, where the layer does that; else null. The tensors
+// must outlive it.
+RowsDone norm_heads_rows(const LayerSpec& spec, const LayerOperands& layer, const Heads& heads);
 
 // In memory that make(shape) gives.
 template <typename Make>
@@ -123,14 +137,15 @@ class LayerReader {
   void read(const LayerSpec& spec, LayerOperands& layer);
   void read_norms(const LayerSpec& spec, LayerOperands& layer);
   // The norm whose tensors come next in the list, by the bits of those that are there; they stay the next.
-  NormOperand norm_ahead(bool rms, int64_t bits, double eps) const;
+  NormOperand norm_ahead(Norm type, int64_t bits, double eps, int64_t width) const;
+  NormOperand final_norm_ahead(const LayerSpec& last, int64_t bits, double eps) const;
   // The one that a layer of this spec, the next to be read, begins with: undefined where it does not.
   NormOperand norm_ahead(const LayerSpec& spec) const;
   // How many tensors of norms are left; fails if anything else is.
   size_t norms_left() const;
 
  private:
-  Array vector(const char* name, const Array& t) const;
+  Array vector(const char* name, const Array& t, int64_t width) const;
 
   bool has_versions() const { return lists_.versions != nullptr && !lists_.versions->empty(); }
 

@@ -15,7 +15,8 @@ from fastbert.families.schema import Scopes
 from fastbert.layer_spec import LayerSpec
 from fastbert.layers.embeddings import is_lookup
 from fastbert.layers.guard import ModuleGuard
-from fastbert.layers.leaves import get_leaf, is_called, is_linear, norm_type_of, norm_weights, parent_of, weights_of
+from fastbert.layers.leaves import get_leaf, is_called, is_linear, parent_of, weights_of
+from fastbert.layers.norms import norm_type_of, norm_weights
 from fastbert.layers.operands import layer_operands, watch_layers
 
 # Layers [first, end) as one op: first, end, the norm behind them, whether the op has a backward, whether it is causal.

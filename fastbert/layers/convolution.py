@@ -9,7 +9,8 @@ from fastbert import ops
 from fastbert.layer_spec import ConvSpec, NormSpec
 from fastbert.layers.context import LayerContext
 from fastbert.layers.encoder import add_norm
-from fastbert.layers.leaves import get_leaf, make_norm, set_module, within
+from fastbert.layers.leaves import get_leaf, set_module, within
+from fastbert.layers.norms import make_norm
 
 
 def place_convolution(root: nn.Module, spec: ConvSpec, norm: NormSpec, hidden_size: int) -> None:

@@ -10,9 +10,25 @@ from torch import nn
 from fastbert import ops
 from fastbert.families.schema import Embeddings, TokenDropout
 from fastbert.layers.encoder import add_norm
-from fastbert.layers.leaves import get_leaf, is_plain, linear, norm_type_of, norm_weights
+from fastbert.layers.leaves import get_leaf, is_plain, linear
+from fastbert.layers.norms import norm_type_of, norm_weights
 from fastbert.ops._common import needs_grad
 from fastbert.ops.packing import token_sequences
+
+
+class ScaledEmbedding(nn.Embedding):
+    """A table whose rows are multiplied by `scale`: Embeddings.word_scale."""
+
+    def __init__(self, rows: int, width: int, scale: float, padding_idx: int | None = None):
+        super().__init__(rows, width, padding_idx=padding_idx)
+        self.scale = scale
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        ids, padding = input_ids.reshape(-1), self.padding_idx
+        rows = ops.embed_layer_norm(ids, None, None, self.weight, None, None, None, None, padding_idx=padding)
+        # Rounded to float32 first, as transformers keeps it.
+        scale = torch.tensor(self.scale, dtype=torch.float32, device=rows.device).to(rows.dtype)
+        return (rows * scale).view(*input_ids.shape, self.embedding_dim)
 
 
 class EmbeddingIds(NamedTuple):

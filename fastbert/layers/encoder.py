@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fastbert import ops
-from fastbert.layer_spec import RELATIVES, LayerSpec
+from fastbert.layer_spec import NORMS, RELATIVES, LayerSpec
 from fastbert.layers.context import LayerContext
 from fastbert.layers.leaves import (
     get_leaf,
@@ -20,15 +20,13 @@ from fastbert.layers.leaves import (
     is_linear,
     linear,
     linears,
-    make_norm,
-    norm_type_of,
-    norm_weights,
     parent_of,
     projection,
     set_module,
     weights_of,
     within,
 )
+from fastbert.layers.norms import make_norm, norm_type_of, norm_weights
 from fastbert.layers.operands import operands_of_one, run_on_context
 from fastbert.layers.relative import relative_of
 
@@ -39,8 +37,9 @@ def add_norm(norm: nn.Module, x, bias, residual, dropout_p: float, prenorm: bool
     if norm_type is not None:
         weight, norm_bias, eps = norm_weights(norm)
         options: dict[str, Any] = {"x_bias": bias, "dropout_p": dropout_p, "eps": eps, "prenorm": prenorm}
-        if norm_type == "rms":
-            return ops.add_rms_norm(x, residual, weight, **options)
+        if norm_type != "layer":
+            is_centered = norm_type == "zero_centered_rms"
+            return ops.add_rms_norm(x, residual, weight, zero_centered_weight=is_centered, **options)
         return ops.add_layer_norm(x, residual, weight, norm_bias, **options)
     summed = add(x, bias, residual, dropout_p)
     return (norm(summed), summed) if prenorm else norm(summed)
@@ -51,6 +50,13 @@ def add(x, bias, residual, dropout_p: float):
     x = x if bias is None else x + bias
     x = ops.dropout(x, dropout_p)
     return x if residual is None else x + residual
+
+
+def norm_heads(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The norm of each head of x, (total_tokens, its heads, head_dim)."""
+    if norm_type_of(norm) is None:
+        return norm(x)
+    return add_norm(norm, x.reshape(-1, x.shape[-1]), None, None, 0.0).view(x.shape)
 
 
 def run_attention(layer: nn.Module, spec: LayerSpec, x, context: LayerContext, wants_probs: bool):
@@ -103,8 +109,14 @@ def _operands(layer: nn.Module, spec: LayerSpec, x, context: LayerContext):
 
 
 def queries_keys_values(layer: nn.Module, spec: LayerSpec, x, context: LayerContext) -> list[torch.Tensor]:
-    """(total_tokens, its heads, head_dim) each. Values are rotated, where a family does that; the others not yet."""
+    """(total_tokens, its heads, head_dim) each. Queries and keys are normed, and values are rotated, where a family
+    does that; the others are not rotated yet.
+    """
     q, k, v = _projected(layer, spec, x)
+    if spec.names.query_norm is not None:
+        q = norm_heads(get_leaf(layer, spec.names.query_norm), q)
+    if spec.names.key_norm is not None:
+        k = norm_heads(get_leaf(layer, spec.names.key_norm), k)
     rotary = spec.attention.rotary
     if rotary is not None and rotary.rotates_values:
         (v,) = ops.rotate((v,), context.rotary[rotary], context.batch.cu_seqlens, context.batch.cache)
@@ -185,13 +197,15 @@ class Sum(NamedTuple):
 
 class Sublayer(NamedTuple):
     """Attention or feed-forward: `compute`, and then the Linear at `last`; `both` is the two in one, with the bias that
-    is still to be added. first: a leaf of what is computed first, by which its container is known.
+    is still to be added. first: a leaf of what is computed first, by which its container is known. output_norm: of what
+    `last` gives, where the residual is added to it; None: there is none.
     """
 
     first: str
     last: str
     norm: str
     has_norm: bool
+    output_norm: str | None
     dropout_p: float
     compute: Callable[[torch.Tensor], torch.Tensor]
     both: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
@@ -245,6 +259,9 @@ def run_sublayer(layer: nn.Module, spec: LayerSpec, sublayer: Sublayer, pending:
         """With what ends the sublayer, if that is in the scope `at`."""
         if ends_at != at:
             return result
+        if sublayer.output_norm is not None:
+            x = add_norm(get_leaf(layer, sublayer.output_norm), result.x, result.bias, None, 0.0)
+            result = result._replace(x=x, bias=None)
         if spec.norm_first:
             return result._replace(residual=residual)
         return Sum(add_norm(get_leaf(layer, sublayer.norm), result.x, result.bias, residual, result.dropout_p))
@@ -306,6 +323,7 @@ def run_layer(
         names.attention_output,
         names.attention_norm,
         spec.has_attention_norm,
+        names.attention_output_norm,
         spec.attention_output_dropout if layer.training else 0.0,
         heads,
         lambda x: projection(get_leaf(layer, names.attention_output), heads(x)),
@@ -315,6 +333,7 @@ def run_layer(
         names.down,
         names.feed_forward_norm,
         True,
+        names.feed_forward_output_norm,
         spec.feed_forward_dropout if layer.training else 0.0,
         lambda x: run_activations(layer, spec, x),
         lambda x: run_feed_forward(layer, spec, x),
@@ -350,8 +369,10 @@ class EncoderLayer(nn.Module):
             path = getattr(names, role)
             if role == "attention_norm" and not spec.has_attention_norm:
                 continue
-            if role in ("attention_norm", "feed_forward_norm"):
-                set_module(self, path, make_norm(spec.norm, hidden_size))
+            if role in NORMS:
+                is_of_heads = role in ("query_norm", "key_norm")
+                norm = spec.norm_of(NORMS.index(role))
+                set_module(self, path, make_norm(norm, attention.head_dim if is_of_heads else hidden_size))
             elif role in RELATIVES:
                 if path in names.relatives:
                     set_module(self, path, nn.Linear(hidden_size, queries, bias=role in spec.biases))

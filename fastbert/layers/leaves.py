@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from fastbert import ops
-from fastbert.layer_spec import NormSpec
 from fastbert.layers.quantized import QuantizedLinear
 from fastbert.layers.sharded import call_sharded, is_sharded
 
@@ -145,44 +144,6 @@ def home_of(hook: Any) -> str:
 def is_linear(module: nn.Module) -> bool:
     """Whether `weights_of` describes all that calling `module` does."""
     return is_plain(module, nn.Linear) or is_plain(module, QuantizedLinear)
-
-
-def make_norm(spec: NormSpec, width: int) -> nn.Module:
-    if spec.type == "rms":
-        return nn.RMSNorm(width, eps=spec.eps)
-    return nn.LayerNorm(width, eps=spec.eps, bias=spec.bias)
-
-
-def norm_type_of(module: nn.Module) -> str | None:
-    """ "layer" or "rms" where a norm's weight, bias and eps describe all that calling it does, else None.
-
-    The bias may be None, the weight not: ops take one of None for no norm at all.
-    """
-    if is_plain(module, nn.LayerNorm):
-        return None if module.weight is None else "layer"
-    if is_hf_class(module, "DebertaLayerNorm"):  # DeBERTa's, of its first version
-        return "layer"
-    if not is_plain(module, nn.RMSNorm) and not is_hf_class(module, "RMSNorm"):
-        return None
-    return None if module._parameters["weight"] is None else "rms"
-
-
-def is_hf_class(module: nn.Module, ending: str) -> bool:
-    """Whether it is a plain norm of transformers, which has classes of its own that compute just what `ending` says:
-    one of RMSNorm for every family (all are LlamaRMSNorm's text), and DebertaLayerNorm.
-    """
-    cls = type(module)
-    is_hf = cls.__name__.endswith(ending) and cls.__module__.startswith("transformers.models.")
-    return is_hf and is_plain(module, cls)
-
-
-def norm_weights(norm: nn.Module) -> ops.NormWeights:
-    """Those of a norm that norm_type_of knows."""
-    parameters, attributes = norm._parameters, norm.__dict__
-    weight = parameters["weight"]
-    assert weight is not None
-    eps = attributes["variance_epsilon"] if "variance_epsilon" in attributes else attributes["eps"]
-    return ops.NormWeights(weight, parameters.get("bias"), torch.finfo(weight.dtype).eps if eps is None else eps)
 
 
 def weights_of(module: nn.Module) -> ops.LinearWeights:

@@ -11,16 +11,8 @@ from torch import nn
 from fastbert import ops
 from fastbert.layer_spec import LayerSpec, RotarySpec
 from fastbert.layers.guard import ModuleGuard
-from fastbert.layers.leaves import (
-    FORWARD_HOOKS,
-    Container,
-    get_leaf,
-    is_linear,
-    is_plain,
-    norm_type_of,
-    norm_weights,
-    weights_of,
-)
+from fastbert.layers.leaves import FORWARD_HOOKS, Container, get_leaf, is_linear, is_plain, weights_of
+from fastbert.layers.norms import norm_type_of, norm_weights
 from fastbert.layers.relative import relative_of
 
 if TYPE_CHECKING:
@@ -119,15 +111,15 @@ def _leaves(layer: nn.Module, spec: LayerSpec) -> ops.LayerWeights | str:
         if not is_linear(leaf):
             return _not_plain(path, leaf)
         linears.append(weights_of(leaf))
-    for i, path in enumerate(spec.names.norms):
-        if i == 0 and not spec.has_attention_norm:
+    for i, at in enumerate(spec.norm_paths):
+        if at is None:
             norms.append(None)
             continue
-        norm = get_leaf(layer, path)
-        if norm_type_of(norm) != spec.norm.type:
-            return _not_plain(path, norm)
+        norm = get_leaf(layer, at)
+        if norm_type_of(norm) != spec.norm_of(i).type:
+            return _not_plain(at, norm)
         norms.append(norm_weights(norm))
-    return ops.LayerWeights(spec, linears, (norms[0], norms[1]), layer.training)
+    return ops.LayerWeights(spec, linears, norms, layer.training)
 
 
 def _not_plain(path: str, module: nn.Module) -> str:
@@ -149,7 +141,7 @@ def watch_layers(
         guard.watch_path(root, path)
         layer, names = get_leaf(root, path), spec.names
         guard.hold(layer.__dict__, "training")
-        for leaf in (*names.linears, *(names.norms if spec.has_attention_norm else names.norms[1:])):
+        for leaf in (*names.linears, *filter(None, spec.norm_paths)):
             guard.watch_path(layer, leaf)
             guard.watch(get_leaf(layer, leaf), hooks)
         for module in (layer, *(get_leaf(layer, path) for path in names.containers)) if called else ():

@@ -14,7 +14,8 @@ from torch import nn
 from fastbert import ops
 from fastbert.layer_spec import AttentionSpec, Disentangled, LayerSpec, NormSpec, RelativeBias
 from fastbert.layers.guard import Kept
-from fastbert.layers.leaves import get_leaf, is_linear, is_plain, linear, make_norm, set_module
+from fastbert.layers.leaves import get_leaf, is_linear, is_plain, linear, set_module
+from fastbert.layers.norms import make_norm
 from fastbert.layers.quantized import QuantizedLinear
 
 

@@ -1,7 +1,7 @@
 """add_layer_norm and add_rms_norm: bias + dropout + residual + norm in one pass.
 
 LayerNorm: Ba et al. 2016, section 3, eq. 4. RMSNorm: Zhang & Sennrich 2019, eq. 4. The operators are the same for both:
-RMSNorm is LayerNorm with a mean of 0 and without a bias, and `rms` says which it is.
+RMSNorm is LayerNorm with a mean of 0 and without a bias, and `rms` says which it is. Its weight may be stored less 1.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from fastbert.native.availability import extension_error
 from fastbert.ops._common import (
     Differentiable,
     Rule,
+    at_least_fp32,
     check_devices,
     cuda_unsupported,
     define,
@@ -33,7 +34,8 @@ from fastbert.ops.seeds import draw_seeds
 # With rms the mean is 0, rstd is 1 / sqrt(mean(summed^2) + eps), and mean and dbias are empty.
 # philox is int64 (2,) = [seed, offset] on x's device, read only when dropout_p > 0. `summed` has zero rows unless
 # return_sum; mean and rstd are empty unless return_stats. In backward dx has zero rows unless dropout_p > 0: without
-# dropout it equals dsummed. dx_bias is fp32-accumulated over tokens and empty unless has_x_bias.
+# dropout it equals dsummed. dx_bias is fp32-accumulated over tokens and empty unless has_x_bias. zero_centered, of the
+# CPU's: the norm's weight is 1 + weight. Triton's kernels take that in fp32 instead.
 
 _FWD_SCHEMA = (
     "(Tensor x, Tensor? x_bias, Tensor? residual, Tensor weight, Tensor? bias, Tensor? philox, float dropout_p,"
@@ -47,7 +49,7 @@ _BWD_SCHEMA = (
 )
 
 
-def _fwd_fake(x, x_bias, residual, weight, bias, philox, dropout_p, eps, return_sum, return_stats, rms=False):
+def _fwd_fake(x, x_bias, residual, weight, bias, philox, dropout_p, eps, return_sum, return_stats, rms=False, *others):
     tokens, hidden_size = x.shape
     stats = tokens if return_stats else 0
     summed = x.new_empty(tokens if return_sum else 0, hidden_size)
@@ -55,7 +57,7 @@ def _fwd_fake(x, x_bias, residual, weight, bias, philox, dropout_p, eps, return_
     return x.new_empty(tokens, hidden_size), summed, mean, rstd
 
 
-def _bwd_fake(dout, dsum, summed, mean, rstd, weight, philox, dropout_p, has_x_bias, rms=False):
+def _bwd_fake(dout, dsum, summed, mean, rstd, weight, philox, dropout_p, has_x_bias, rms=False, *others):
     tokens, hidden_size = dout.shape
     dx = dout.new_empty(tokens if dropout_p > 0 else 0, hidden_size)
     dx_bias = weight.new_empty(hidden_size if has_x_bias else 0)
@@ -63,13 +65,16 @@ def _bwd_fake(dout, dsum, summed, mean, rstd, weight, philox, dropout_p, has_x_b
     return dx, dout.new_empty(tokens, hidden_size), dx_bias, torch.empty_like(weight), dbias
 
 
+_FWD_CPU_SCHEMA = _FWD_SCHEMA.replace("bool rms=False", "bool rms=False, bool zero_centered=False")
+_BWD_CPU_SCHEMA = _BWD_SCHEMA.replace("bool rms=False", "bool rms=False, bool zero_centered=False")
+
 _FWD = {
-    Backend.CPU: define("add_layer_norm_fwd_cpu", _FWD_SCHEMA, _fwd_fake),
+    Backend.CPU: define("add_layer_norm_fwd_cpu", _FWD_CPU_SCHEMA, _fwd_fake),
     Backend.TRITON: define_triton("add_layer_norm_fwd", _FWD_SCHEMA, "layer_norm", _fwd_fake),
     Backend.CUDA: define("add_layer_norm_fwd_cuda", _FWD_SCHEMA, _fwd_fake),
 }
 _BWD = {
-    Backend.CPU: define("add_layer_norm_bwd_cpu", _BWD_SCHEMA, _bwd_fake),
+    Backend.CPU: define("add_layer_norm_bwd_cpu", _BWD_CPU_SCHEMA, _bwd_fake),
     Backend.TRITON: define_triton("add_layer_norm_bwd", _BWD_SCHEMA, "layer_norm", _bwd_fake),
     Backend.CUDA: define("add_layer_norm_bwd_cuda", _BWD_SCHEMA, _bwd_fake),
 }
@@ -79,6 +84,7 @@ class NormOptions(NamedTuple):
     dropout_p: float
     eps: float
     rms: bool
+    zero_centered: bool = False
 
 
 def _add_norm_torch(x, residual, weight, bias, x_bias, options):
@@ -86,6 +92,9 @@ def _add_norm_torch(x, residual, weight, bias, x_bias, options):
         x = x + x_bias
     x = dropout_torch(x, options.dropout_p)
     summed = x if residual is None else x + residual
+    if options.zero_centered:
+        wide = at_least_fp32(summed)
+        return F.rms_norm(wide, wide.shape[-1:], 1 + at_least_fp32(weight), options.eps).to(summed.dtype), summed
     if options.rms:
         return F.rms_norm(summed, summed.shape[-1:], weight, options.eps), summed
     return F.layer_norm(summed, summed.shape[-1:], weight, bias, options.eps), summed
@@ -109,7 +118,7 @@ def _supports_one_dtype(x, residual, weight, bias, x_bias) -> str | None:
     return _supports_common(x, residual, weight, bias, x_bias)
 
 
-def _supports_cpu(x, residual, weight, bias, x_bias=None) -> str | None:
+def _supports_cpu(x, residual, weight, bias, x_bias=None, options=None) -> str | None:
     if x.device.type != "cpu":
         return f"tensors are on {x.device.type}"
     if x.dtype not in (torch.float32, torch.bfloat16):
@@ -117,7 +126,7 @@ def _supports_cpu(x, residual, weight, bias, x_bias=None) -> str | None:
     return _supports_one_dtype(x, residual, weight, bias, x_bias) or extension_error()
 
 
-def _supports_triton(x, residual, weight, bias, x_bias=None) -> str | None:
+def _supports_triton(x, residual, weight, bias, x_bias=None, options=None) -> str | None:
     if x.shape[-1] > 8192:
         return f"hidden_size {x.shape[-1]} is above 8192, where the backward's rows no longer fit in registers"
     if weight.dtype not in (x.dtype, torch.float32):
@@ -125,7 +134,9 @@ def _supports_triton(x, residual, weight, bias, x_bias=None) -> str | None:
     return triton_unsupported(x) or _supports_common(x, residual, weight, bias, x_bias)
 
 
-def _supports_cuda(x, residual, weight, bias, x_bias=None) -> str | None:
+def _supports_cuda(x, residual, weight, bias, x_bias=None, options=None) -> str | None:
+    if options is not None and options.zero_centered:
+        return "the weight is zero-centred"
     return cuda_unsupported(x) or _supports_one_dtype(x, residual, weight, bias, x_bias)
 
 
@@ -136,8 +147,13 @@ for _op in ("add_layer_norm", "add_rms_norm"):
 
 
 def _launch(backend, options, x, residual, weight, bias, x_bias, philox, return_sum, return_stats):
-    dropout_p, eps, rms = options
-    return _FWD[backend](x, x_bias, residual, weight, bias, philox, dropout_p, eps, return_sum, return_stats, rms)
+    dropout_p, eps, rms, _ = options
+    arguments = (x, x_bias, residual, weight, bias, philox, dropout_p, eps, return_sum, return_stats, rms)
+    return _FWD[backend](*arguments, *_centering(backend, options))
+
+
+def _centering(backend, options):
+    return (options.zero_centered,) if backend is Backend.CPU else ()
 
 
 def _forward(backend, options, x, residual, weight, bias, x_bias, philox):
@@ -149,7 +165,9 @@ def _backward(backend, options, needed, saved, dout, dsum):
     summed = saved[0]
     dout = torch.zeros_like(summed) if dout is None else dout.contiguous()
     dsum = None if dsum is None else dsum.contiguous()
-    dx, dsummed, dx_bias, dweight, dbias = _BWD[backend](dout, dsum, *saved, options.dropout_p, needed[4], options.rms)
+    dx, dsummed, dx_bias, dweight, dbias = _BWD[backend](
+        dout, dsum, *saved, options.dropout_p, needed[4], options.rms, *_centering(backend, options)
+    )
     return dx if options.dropout_p > 0 else dsummed, dsummed, dweight, dbias, dx_bias, None
 
 
@@ -190,10 +208,12 @@ def _add_norm(op, x, residual, weight, bias, x_bias, prenorm, backend, options):
         x, residual = x.to(dtype), None if residual is None else residual.to(dtype)
         weight = weight.float()
         bias, x_bias = (None if t is None else t.float() for t in (bias, x_bias))
-    chosen = select(op, backend, x, residual, weight, bias, x_bias)
+    chosen = select(op, backend, x, residual, weight, bias, x_bias, options)
     if chosen is Backend.TORCH:
         out, summed = _add_norm_torch(x, residual, weight, bias, x_bias, options)
         return (out, summed) if prenorm else out
+    if options.zero_centered and chosen is Backend.TRITON:
+        weight = 1 + weight.float()
     philox = draw_seeds(x.device) if options.dropout_p > 0 else None
     operands = (x.contiguous(), None if residual is None else residual.contiguous(), weight, bias, x_bias)
     if needs_grad(*operands):
@@ -246,14 +266,15 @@ def add_rms_norm(
     dropout_p: float = 0.0,
     eps: float = 1e-6,
     prenorm: bool = False,
+    zero_centered_weight: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm(dropout(x + x_bias) + residual) * weight: as `add_layer_norm`, without a mean and a bias.
 
     What is normalised is divided by the root of its mean square plus `eps`, in fp32, and rounded once, after the
-    product with `weight`.
+    product with `weight`; with `zero_centered_weight`, with 1 + weight, which is a sum in fp32.
     """
-    options = NormOptions(dropout_p, eps, True)
+    options = NormOptions(dropout_p, eps, True, zero_centered_weight)
     return _add_norm("add_rms_norm", x, residual, weight, None, x_bias, prenorm, backend, options)
 
 

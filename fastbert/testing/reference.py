@@ -198,14 +198,18 @@ def linear_int8(x, weight, bias, weight_scale, input_scale=0.0, name="none"):
     return y if name == "none" else activation(y, name)
 
 
+def zero_centered_rms_norm(x, weight, eps=1e-6):
+    return rms_norm(x, 1 + weight, eps)
+
+
 def encoder_layer(
     x, spec, linears, norms, cu_seqlens, table=None, window_positions=None, keeps=(None,) * 4, relative=None
 ):
     """A layer of a LayerSpec; `keeps` are the masks of its dropouts that were used, in the order of `spec.dropouts`.
 
     linears: weight, bias, weight_scale and input_scale of every Linear, in the order of ops.LayerWeights; norms:
-    weight, bias and eps of the attention's and of the feed-forward's, None where there is none; `table`: by which
-    queries and keys are rotated, if they are; `relative`: as in attention.
+    weight, bias and eps of each, by the order of layer_spec.NORMS, None where there is none, and they may end early;
+    `table`: by which queries and keys are rotated, if they are; `relative`: as in attention.
     """
     attention_spec, feed_forward_spec, dropouts = spec.attention, spec.feed_forward, [*spec.dropouts.values()]
 
@@ -214,10 +218,13 @@ def encoder_layer(
         return linear(x, weight, bias) if scale is None else linear_int8(x, weight, bias, scale, input_scale)
 
     def normed(x, which):
-        if norms[which] is None:
+        if which >= len(norms) or norms[which] is None:
             return x
         weight, bias, eps = norms[which]
-        return rms_norm(x, weight, eps) if spec.norm.type == "rms" else layer_norm(x, weight, bias, eps)
+        norm_type = spec.norm_of(which).type
+        if norm_type == "layer":
+            return layer_norm(x, weight, bias, eps)
+        return rms_norm(x, weight, eps) if norm_type == "rms" else zero_centered_rms_norm(x, weight, eps)
 
     def dropped(x, which):
         if keeps[which] is None:
@@ -230,8 +237,8 @@ def encoder_layer(
     projected = torch.cat([product(inputs, leaf) for leaf in projections], -1)
     q, k, v = projected.unflatten(-1, (-1, attention_spec.head_dim)).split(heads, 1)
     context = attention(
-        q,
-        k,
+        normed(q, 2),
+        normed(k, 3),
         v,
         cu_seqlens,
         attention_spec.softmax_scale,
@@ -242,7 +249,7 @@ def encoder_layer(
         table,
         relative,
     )
-    x = x + dropped(product(context.flatten(1), output), 1)
+    x = x + dropped(normed(product(context.flatten(1), output), 4), 1)
     x = x if spec.norm_first else normed(x, 0)
     inner = torch.cat([product(normed(x, 1) if spec.norm_first else x, leaf) for leaf in ups], -1)
     if feed_forward_spec.gated:
@@ -250,7 +257,7 @@ def encoder_layer(
         inner = activation(gate, feed_forward_spec.activation) * up
     else:
         inner = activation(inner, feed_forward_spec.activation)
-    x = x + dropped(product(dropped(inner, 2), down), 3)
+    x = x + dropped(normed(product(dropped(inner, 2), down), 5), 3)
     return x if spec.norm_first else normed(x, 1)
 
 

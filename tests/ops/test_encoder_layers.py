@@ -178,8 +178,8 @@ def test_opcheck(name):
         (6, lambda norms: [*norms, norms[0]], "there are 1 tensors of norms too many"),
         (6, lambda norms: [norms[0][:5], *norms[1:]], "norm has shape"),
         (8, lambda layers: [0, 1], "there are no numbers 1"),
-        (9, lambda ints: ints[1:], "a layer's numbers are 15 whole ones"),
-        (10, lambda floats: floats[1:], "a layer's numbers are 15 whole ones and 7 others, got 15 and 6"),
+        (9, lambda ints: ints[1:], "a layer's numbers are 16 whole ones"),
+        (10, lambda floats: floats[1:], "a layer's numbers are 16 whole ones and 11 others, got 16 and 10"),
         (17, lambda relative: [torch.ones(3, 4, 8)], "there are 1 relative terms, too many for the layers"),
     ),
 )

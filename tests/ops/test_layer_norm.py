@@ -6,7 +6,7 @@ import pytest
 import torch
 from full import halved, left_to_full, thinned, triton_left_to_simulated
 from isas import WITHOUT_PRODUCTS, device_of
-from norms import check, everything, keep_mask, make, run, serving, skip_unless_served
+from norms import ZERO_CENTRED, check, everything, keep_mask, make, run, serving, skip_unless_served
 from shares import assert_share
 
 from fastbert import ops
@@ -14,6 +14,7 @@ from fastbert.backend import use_backend
 from fastbert.errors import BackendError
 from fastbert.native.availability import extension_error
 from fastbert.ops.layer_norm import add_layer_norm
+from fastbert.testing import reference
 from fastbert.testing.cases import DTYPES, ROWS
 
 # (residual, x_bias, bias, prenorm): every pair of these choices in every combination. RMSNorm has no bias.
@@ -32,13 +33,14 @@ each_backend = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 each_isa = pytest.mark.parametrize("backend", WITHOUT_PRODUCTS, indirect=True)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 each_norm = pytest.mark.parametrize("rms", (False, True), ids=("layer", "rms"))
+each_of_three = pytest.mark.parametrize("rms", (False, True, ZERO_CENTRED), ids=("layer", "rms", ZERO_CENTRED))
 
 
 @triton_left_to_simulated
 @thinned(4)
 @left_to_full(lambda p: p["backend"] == "triton" and p["dtype"] is torch.bfloat16 and p["rows"] not in (2, 17))
 @pytest.mark.parametrize("rows,hidden_size", ROWS, ids=lambda n: str(n))
-@each_norm
+@each_of_three
 @each_dtype
 @each_backend
 def test_against_oracle(backend, dtype, rms, rows, hidden_size):
@@ -48,10 +50,25 @@ def test_against_oracle(backend, dtype, rms, rows, hidden_size):
 
 
 @triton_left_to_simulated
-@each_norm
+@each_of_three
 @pytest.mark.parametrize("backend", ("triton",), indirect=True)
 def test_float16(backend, rms):
     check(backend, make(5, 80, torch.float16, backend, bias=not rms), eps=1e-5, rms=rms)
+
+
+def test_a_zero_centred_weight_is_one_more_in_float32():
+    """1 + weight has more digits than a 16-bit weight: its sum is not rounded to them."""
+    operands = make(7, 80, torch.bfloat16, bias=False) | {"weight": torch.full((80,), 2.0**-9, dtype=torch.bfloat16)}
+    exact = reference.rms_norm(operands["x"].double(), 1 + operands["weight"].double(), 1e-6)
+    for backend in ("torch", "cpu") if extension_error() is None else ("torch",):
+        out = ops.add_rms_norm(operands["x"], None, operands["weight"], zero_centered_weight=True, backend=backend)
+        assert (out == exact.bfloat16()).double().mean() > 0.98  # one rounding, of the result
+
+
+def test_cuda_leaves_a_zero_centred_weight_to_others():
+    operands = make(2, 64, torch.float32, bias=False)
+    with pytest.raises(BackendError, match="the weight is zero-centred"):
+        run(operands, ZERO_CENTRED, backend="cuda")
 
 
 ADVERSARIAL = {

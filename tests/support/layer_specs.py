@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from relative_cases import ROWS, rows_of
@@ -11,12 +11,14 @@ from seeds import torch_generator
 
 from fastbert import ops
 from fastbert.layer_spec import (
+    NORMS,
     AttentionSpec,
     Disentangled,
     FeedForwardSpec,
     LayerNames,
     LayerSpec,
     NormSpec,
+    NormType,
     RelativeBias,
     RotarySpec,
 )
@@ -27,7 +29,7 @@ LENGTHS = (5, 1, 12, 0, 33)
 TOKENS = sum(LENGTHS)
 CU_SEQLENS = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
 
-EPS = (1e-5, 1e-6)  # of the attention's norm and of the feed-forward's
+EPS = (1e-5, 1e-6, 1e-4, 2e-5, 3e-5, 4e-6)  # by the order of NORMS
 # Of the tables of a call: by position, of another theta, and by token and interleaved.
 ROTARIES = (RotarySpec(1e4, HEAD_DIM), RotarySpec(100.0, HEAD_DIM), RotarySpec(50.0, HEAD_DIM, interleaved=True))
 
@@ -38,7 +40,9 @@ def spec_of(
     merged_gate: bool = False,
     gated: bool = False,
     activation: str = "gelu",
-    norm: Literal["layer", "rms"] = "layer",
+    norm: NormType = "layer",
+    head_norm: NormType | None = None,
+    has_output_norms: bool = False,
     norm_first: bool = False,
     has_attention_norm: bool = True,
     relatives: tuple[str, ...] = (),
@@ -46,10 +50,16 @@ def spec_of(
 ) -> LayerSpec:
     projections = dict.fromkeys(("query", "key", "value"), "qkv") if merged_qkv else {}
     projections |= {name: name for name in relatives}
+    others = () if head_norm is None else ("query_norm", "key_norm")
+    others += ("attention_output_norm", "feed_forward_output_norm") if has_output_norms else ()
+    projections |= {name: name for name in others}
     names = LayerNames(**projections, up="up", gate=None if not gated else "up" if merged_gate else "gate")
     return LayerSpec(
         names,
-        AttentionSpec(**{"num_heads": 4, "num_kv_heads": 4, "head_dim": HEAD_DIM, **attention}),
+        AttentionSpec(
+            **{"num_heads": 4, "num_kv_heads": 4, "head_dim": HEAD_DIM, **attention},
+            norm=None if head_norm is None else NormSpec(head_norm),
+        ),
         FeedForwardSpec(INTERMEDIATE, activation, gated),
         NormSpec(norm),
         norm_first,
@@ -61,6 +71,8 @@ PRE: dict[str, Any] = {"norm_first": True}
 RMS: dict[str, Any] = {"norm_first": True, "norm": "rms"}
 MERGED: dict[str, Any] = {"merged_qkv": True, "gated": True, "merged_gate": True}
 SILU: dict[str, Any] = {"gated": True, "activation": "silu"}
+GEMMA: dict[str, Any] = {"gated": True, "activation": "gelu_tanh", "norm_first": True, "has_output_norms": True}
+GEMMA |= {"norm": "zero_centered_rms", "head_norm": "zero_centered_rms"}
 LOCAL: dict[str, Any] = {"window_size": (4, 4), "position": ROTARIES[1]}
 DISENTANGLED: dict[str, Any] = {"position": Disentangled("table", 16), "softmax_scale": (3 * HEAD_DIM) ** -0.5}
 
@@ -103,6 +115,12 @@ CASES = {
     "interleaved": Case(spec_of(position=ROTARIES[2])),
     # As DeBERTa and MPNet have it, of which softmax does not see a key's bias; and as no family does.
     "disentangled": Case(spec_of(**DISENTANGLED, relatives=("relative_key", "relative_query"))),
+    # As Qwen3 and Gemma 3 have it; and as no family does, with LayerNorms that have biases.
+    "qwen3": Case(
+        spec_of(**RMS, **SILU, head_norm="rms", num_kv_heads=2, position=ROTARIES[0], window_size=(-1, 0)), (), False
+    ),
+    "gemma3": Case(spec_of(**GEMMA, **LOCAL, num_kv_heads=1, softmax_scale=0.4), (), False),
+    "post, normed heads": Case(spec_of(head_norm="layer", has_output_norms=True)),
     "bias by distance": Case(spec_of(position=RelativeBias("table", 32)), (0, 2, 3, 4, 5)),
     "pre, disentangled": Case(
         spec_of(**PRE, **DISENTANGLED, merged_qkv=True, window_size=(9, 6), relatives=("relative_query",))
@@ -135,7 +153,7 @@ def rotary_tables(dtype: torch.dtype = torch.float32) -> tuple[ops.Rotary, ...]:
 class Layer:
     spec: LayerSpec
     linears: list[ops.LinearWeights]
-    norms: tuple[ops.NormWeights | None, ops.NormWeights | None]
+    norms: list[ops.NormWeights | None]
     tables: dict[str, torch.Tensor] = field(default_factory=dict)  # of ops.Relative, by name
 
     def relative(self, rows: torch.Tensor) -> ops.Relative | None:
@@ -157,7 +175,7 @@ class Layer:
 
         linears = [leaf._replace(weight=over(leaf.weight), bias=over(leaf.bias)) for leaf in self.linears]
         norms = [norm and norm._replace(weight=over(norm.weight), bias=over(norm.bias)) for norm in self.norms]
-        return Layer(self.spec, linears, (norms[0], norms[1]), {name: f(t) for name, t in self.tables.items()})
+        return Layer(self.spec, linears, norms, {name: f(t) for name, t in self.tables.items()})
 
     def quantized(self) -> Layer:
         def int8(leaf: ops.LinearWeights, i: int) -> ops.LinearWeights:
@@ -189,21 +207,26 @@ def make(case: Case, seed: int = 0) -> Layer:
         has_bias = case.biases is None or i in case.biases
         linears.append(ops.LinearWeights(weight, bias if has_bias else None, None, None))
     norms: list[ops.NormWeights | None] = []
-    for is_there, eps in zip((spec.has_attention_norm, True), EPS, strict=True):
-        weight, bias = random(HIDDEN, scale=0.3, around=1.0), random(HIDDEN, scale=0.3)
-        norms.append(ops.NormWeights(weight, bias if case.norm_biases else None, eps) if is_there else None)
+    for i, (path, eps) in enumerate(zip(spec.norm_paths, EPS, strict=False)):
+        if path is None and i > 1:  # what is drawn for the others stays as it was
+            norms.append(None)
+            continue
+        features = HEAD_DIM if NORMS[i] in ("query_norm", "key_norm") else HIDDEN
+        around = 0.0 if spec.norm_of(i).type == "zero_centered_rms" else 1.0
+        weight, bias = random(features, scale=0.3, around=around), random(features, scale=0.3)
+        norms.append(ops.NormWeights(weight, bias if case.norm_biases else None, eps) if path is not None else None)
     num_rows, num_heads = ROWS[KIND_OF_ROWS][0], attention.num_heads
     tables = {}
     for bit, (name, shape) in enumerate((("key", (HEAD_DIM,)), ("query", (HEAD_DIM,)), ("bias", ()))):
         if spec.relative_bits >> bit & 1:
             tables[name] = random(num_rows, num_heads, *shape)
-    return Layer(spec, linears, (norms[0], norms[1]), tables)
+    return Layer(spec, linears, norms, tables)
 
 
 def make_final_norm(kind: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     noise = torch_generator(99)
     weight, bias = torch.randn(2, HIDDEN, generator=noise)
-    return weight + 3, None if kind == "rms" else bias
+    return weight + 3, bias if kind == "layer" else None
 
 
 def fused(op: str, layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU_SEQLENS, positions=None):
@@ -243,8 +266,9 @@ def literal(layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU
         )
     if final_norm is not None:
         weight, bias = final_norm
-        is_rms = layers[-1].spec.norm.type == "rms"
-        x = reference.rms_norm(x, weight, 1e-5) if is_rms else reference.layer_norm(x, weight, bias, 1e-5)
+        kind = layers[-1].spec.norm.type
+        weight = 1 + weight if kind == "zero_centered_rms" else weight
+        x = reference.layer_norm(x, weight, bias, 1e-5) if kind == "layer" else reference.rms_norm(x, weight, 1e-5)
     return x
 
 
@@ -256,12 +280,22 @@ def table_of(spec: LayerSpec, tables: tuple[ops.Rotary, ...]) -> ops.Rotary | No
 def apart(layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU_SEQLENS, positions=None) -> torch.Tensor:
     """The layers op by op, each of which chooses its backend, for inference."""
 
-    def normed(x, residual, weight, bias, eps, x_bias=None):
+    def normed(x, residual, weight, bias, eps, x_bias=None, which=0):
         """The norm, and the sum before it."""
-        options = {"x_bias": x_bias, "eps": eps, "prenorm": True}
-        if spec.norm.type == "rms":
-            return ops.add_rms_norm(x, residual, weight, **options)
+        options, kind = {"x_bias": x_bias, "eps": eps, "prenorm": True}, spec.norm_of(which).type
+        if kind != "layer":
+            centered = kind == "zero_centered_rms"
+            return ops.add_rms_norm(x, residual, weight, zero_centered_weight=centered, **options)
         return ops.add_layer_norm(x, residual, weight, bias, **options)
+
+    def of_heads(x, which):
+        norm = layer.norms[which] if which < len(layer.norms) else None
+        return x if norm is None else normed(x.reshape(-1, HEAD_DIM), None, *norm, which=which)[0].view(x.shape)
+
+    def output(product, bias, which):
+        """A product and its bias, or the norm of both."""
+        norm = layer.norms[which] if which < len(layer.norms) else None
+        return (product, bias) if norm is None else (normed(product, None, *norm, bias, which=which)[0], None)
 
     def add(product, bias, residual):
         """In fp32, and rounded once, as norms' kernels do it."""
@@ -270,16 +304,16 @@ def apart(layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU_S
 
     tables = rotary_tables()
     for layer in layers:
-        spec, attention, (first, second) = layer.spec, layer.spec.attention, layer.norms
-        projections, (output, *ups, down) = layer.linears[: len(spec.names.qkv)], layer.linears[len(spec.names.qkv) :]
+        spec, attention, (first, second) = layer.spec, layer.spec.attention, layer.norms[:2]
+        projections, (last, *ups, down) = layer.linears[: len(spec.names.qkv)], layer.linears[len(spec.names.qkv) :]
         inputs = normed(x, None, *first)[0] if spec.norm_first and first is not None else x
         weights, biases, scales, input_scales = zip(*projections, strict=True)
         heads = ops.linears(inputs, weights, biases, weight_scales=scales, input_scales=input_scales)
         counts = (attention.num_heads, attention.num_kv_heads, attention.num_kv_heads)
         q, k, v = torch.cat(heads, 1).view(len(x), -1, HEAD_DIM).split(counts, 1)
         context = ops.attention(
-            q,
-            k,
+            of_heads(q, 2),
+            of_heads(k, 3),
             v,
             cu_seqlens,
             max(LENGTHS),
@@ -289,13 +323,12 @@ def apart(layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU_S
             rotary=table_of(spec, tables),
             relative=layer.relative(RELATIVE_ROWS),
         ).flatten(1)
-        product = ops.linear(
-            context, output.weight, None, weight_scale=output.weight_scale, input_scale=output.input_scale
-        )
+        product = ops.linear(context, last.weight, None, weight_scale=last.weight_scale, input_scale=last.input_scale)
+        product, bias = output(product, last.bias, 4)
         if spec.norm_first:
-            inputs, x = normed(product, x, *second, output.bias)
+            inputs, x = normed(product, x, *second, bias)
         else:
-            x = add(product, output.bias, x)
+            x = add(product, bias, x)
             inputs = x = x if first is None else normed(x, None, *first)[0]
         up = ups[-1]
         gate = {"gate_weight": ups[0].weight, "gate_bias": ups[0].bias} if len(ups) == 2 else {}
@@ -310,6 +343,6 @@ def apart(layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU_S
             weight_scales=[leaf.weight_scale for leaf in (*ups, down)],
             input_scales=[leaf.input_scale for leaf in (*ups, down)],
         )
-        x = add(product, down.bias, x)
+        x = add(*output(product, down.bias, 5), x)
         x = x if spec.norm_first else normed(x, None, *second)[0]
     return x if final_norm is None else normed(x, None, *final_norm, 1e-5)[0]

@@ -44,18 +44,24 @@ def make(rows, hidden_size, dtype, backend="cpu", residual=True, x_bias=True, bi
     }
 
 
+ZERO_CENTRED = "zero-centred"  # in the place of `rms`: RMSNorm by 1 + weight
+
+
 def run(operands, rms=False, **options):
     """add_layer_norm, or add_rms_norm, which has no bias."""
     vectors = {"x_bias": operands["x_bias"], **options}
     if rms:
         assert operands["bias"] is None
+        vectors["zero_centered_weight"] = rms == ZERO_CENTRED
         return add_rms_norm(operands["x"], operands["residual"], operands["weight"], **vectors)
     return add_layer_norm(operands["x"], operands["residual"], operands["weight"], operands["bias"], **vectors)
 
 
 def literal(operands, rms=False, **options):
     if rms:
-        return reference.add_rms_norm(**{name: t for name, t in operands.items() if name != "bias"}, **options)
+        given = {name: t for name, t in operands.items() if name != "bias"}
+        given["weight"] = 1 + given["weight"] if rms == ZERO_CENTRED else given["weight"]
+        return reference.add_rms_norm(**given, **options)
     return reference.add_layer_norm(**operands, **options)
 
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 
 from fastbert.backend import Backend, register_fused
-from fastbert.layer_spec import LayerSpec, RotarySpec
+from fastbert.layer_spec import NORMS, LayerSpec, NormType, RotarySpec
 from fastbert.native.availability import extension_error
 from fastbert.ops._common import check_devices, define, for_kernels, needs_grad
 from fastbert.ops.attention.relative import Relative
@@ -47,13 +47,13 @@ class LayerWeights(NamedTuple):
     """What one layer runs on.
 
     spec: what it computes; the eps are its norms' own. linears: query, key and value, or the one that is all three;
-    attention output; up, or gate and up, or the one that is both; down. norms: the attention's and the feed-forward's;
-    None where there is none. trains: its dropouts drop.
+    attention output; up, or gate and up, or the one that is both; down. norms: by the order of layer_spec.NORMS; None
+    where there is none. trains: its dropouts drop.
     """
 
     spec: LayerSpec
     linears: Sequence[LinearWeights]
-    norms: tuple[NormWeights | None, NormWeights | None]
+    norms: Sequence[NormWeights | None]
     trains: bool = False
 
 
@@ -105,7 +105,7 @@ class LayerOperands(NamedTuple):
                     scales.append(scale)
                     input_scales.append(scale.new_zeros(()) if input_scale is None else input_scale)
                     scale_bits |= 1 << i
-            eps = [0.0, 0.0]
+            eps = [0.0] * len(NORMS)
             for i, norm in enumerate(layer.norms):
                 if norm is not None:
                     eps[i] = norm.eps
@@ -156,8 +156,10 @@ def _unsupported(spec: LayerSpec) -> str | None:
         return "attention rotates values, too"
     if position is not None and position.dim < attention.head_dim:
         return f"rotary embedding turns {position.dim} of a head's {attention.head_dim} dimensions"
-    if spec.norm.type not in ("layer", "rms"):
-        return f"norm is {spec.norm.type!r} (has 'layer' and 'rms')"
+    if spec.norm.type not in get_args(NormType):
+        return f"norm is {spec.norm.type!r} (has {', '.join(map(repr, get_args(NormType)))})"
+    if attention.norm is not None and spec.merges_qkv:
+        return "one Linear is query, key and value, of which two have norms of their heads"
     return None
 
 

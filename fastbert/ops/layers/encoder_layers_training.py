@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastbert.backend import Backend, register_fused
+from fastbert.layer_spec import NORMS
 from fastbert.ops._common import check_devices, compute_dtype, define, differentiable_once
 from fastbert.ops.attention.relative import Relative
 from fastbert.ops.attention.rotary import Rotary
@@ -42,6 +43,11 @@ _BWD_SCHEMA = (
 )
 
 
+_QUERY, _KEY, _ATTENTION_OUTPUT, _FEED_FORWARD_OUTPUT = map(
+    NORMS.index, ("query_norm", "key_norm", "attention_output_norm", "feed_forward_output_norm")
+)
+
+
 def _fwd_fake(x, cu_seqlens, weights, biases, norms, philox, activation, layers, ints, floats, *others):
     kept, first, dtype, kinds = [], 0, others[-1], LayerNumbers.read(ints, floats)
     for i, at in enumerate(layers):
@@ -56,18 +62,25 @@ def _fwd_fake(x, cu_seqlens, weights, biases, norms, philox, activation, layers,
 def _kept_fake(x, layer, pre_width, dtype):
     tokens, num_heads, num_kv_heads = x.shape[0], layer.num_heads, layer.num_kv_heads
 
-    def stats():  # a norm's mean and rstd
-        return [x.new_empty(n, dtype=torch.float32) for n in (0 if layer.rms else tokens, tokens)]
+    def stats(rows=tokens, norm=layer.norm):  # a norm's mean and rstd
+        return [x.new_empty(n, dtype=torch.float32) for n in (0 if norm else rows, rows)]
+
+    def output(which):  # of a norm of what a sublayer gives
+        return [torch.empty_like(x), *stats()] if layer.norms >> 2 * which & 1 else []
 
     has_attention_norm = layer.norms & 1
     first = stats() if layer.norm_first and has_attention_norm else []
     heads = [num_heads + 2 * num_kv_heads] if layer.merged_qkv else [num_heads, num_kv_heads, num_kv_heads]
     projected = [x.new_empty(tokens, n, layer.head_dim, dtype=dtype) for n in heads]
+    for count, which in ((num_heads, _QUERY), (num_kv_heads, _KEY)):
+        projected += stats(tokens * count, layer.head_norm) if layer.norms >> 2 * which & 1 else []
     context = x.new_empty(tokens, num_heads, layer.head_dim, dtype=dtype)
     softmax_stats = x.new_empty(2, num_heads, tokens, dtype=torch.float32)
     middle = [torch.empty_like(x), *(stats() if layer.norm_first or has_attention_norm else [])]
     last = [] if layer.norm_first else [torch.empty_like(x), *stats()]
-    return [*first, *projected, context, softmax_stats, *middle, x.new_empty(tokens, pre_width, dtype=dtype), *last]
+    pre = x.new_empty(tokens, pre_width, dtype=dtype)
+    both = (*output(_ATTENTION_OUTPUT), *middle, pre, *output(_FEED_FORWARD_OUTPUT))
+    return [*first, *projected, context, softmax_stats, *both, *last]
 
 
 def _bwd_fake(dout, x, cu_seqlens, weights, norms, kept, philox, activation, layers, ints, floats, *others):
@@ -156,6 +169,8 @@ def _supports_training(x: torch.Tensor) -> str | None:
 def _accepts_training(x: torch.Tensor, operands: LayerOperands) -> str | None:
     if not all([p.requires_grad for p in (*operands.weights, *operands.biases, *operands.norms)]):
         return "it is for training all of a layer: a weight takes no gradient"
+    if compute_dtype(x) is not x.dtype and any([layer.norms >> 2 * _QUERY & 15 for layer in operands.kinds]):
+        return "queries and keys have norms, which autocast runs in another dtype than their products"
     return accepts(x, operands)
 
 

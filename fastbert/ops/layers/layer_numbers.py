@@ -8,19 +8,27 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, get_type_hints
+from typing import NamedTuple, get_args, get_type_hints
 
-from fastbert.layer_spec import LayerSpec
+from fastbert.layer_spec import LayerSpec, NormSpec, NormType
+
+_NORM_TYPES = get_args(NormType)
+
+
+def _number_of(norm: NormSpec) -> int:
+    """-1: the kernels have no such norm."""
+    return _NORM_TYPES.index(norm.type) if norm.type in _NORM_TYPES else -1
 
 
 class LayerNumbers(NamedTuple):
     """A layer as the kernels take it: a LayerSpec, and which tensors the tree's leaves have.
 
-    rotary: which of the call's tables turns queries and keys; -1 is none. merged_qkv, merged_gate: one Linear is query,
-    key and value, or gate and up, whose rows stand one after the other. rms: the norms are RMSNorm. biases, scales: bit
-    i, the layer's Linear i has a bias, or a weight_scale (int8). norms: a bit each for weight and bias of the
-    attention's norm and of the feed-forward's. relative: bit 0 for a relative key, bit 1 for a relative query, bit 2
-    for a bias by distance. The dropouts are 0 where the layer does not train.
+    rotary: which of the call's tables turns queries and keys; -1 is none. merged_qkv, merged_gate: one Linear is
+    query, key and value, or gate and up, whose rows stand one after the other. norm, head_norm: what the norms are,
+    and those of queries' and keys' heads, by the order of NormType. biases, scales: bit i, the layer's Linear i has
+    a bias, or a weight_scale (int8). norms: a bit each for weight and bias of the norms, by the order of NORMS.
+    relative: bit 0 for a relative key, bit 1 for a relative query, bit 2 for a bias by distance. The dropouts are 0
+    where the layer does not train.
     """
 
     num_heads: int
@@ -33,7 +41,8 @@ class LayerNumbers(NamedTuple):
     merged_qkv: bool
     gated: bool
     merged_gate: bool
-    rms: bool
+    norm: int
+    head_norm: int
     biases: int
     scales: int
     norms: int
@@ -41,6 +50,10 @@ class LayerNumbers(NamedTuple):
     softmax_scale: float
     attention_norm_eps: float
     feed_forward_norm_eps: float
+    query_norm_eps: float
+    key_norm_eps: float
+    attention_output_norm_eps: float
+    feed_forward_output_norm_eps: float
     attention_dropout: float
     attention_output_dropout: float
     inner_dropout: float
@@ -50,7 +63,7 @@ class LayerNumbers(NamedTuple):
     def of(
         cls, spec: LayerSpec, rotary: int, bits: tuple[int, int, int], eps: Sequence[float], trains: bool
     ) -> LayerNumbers:
-        """bits: biases, scales and norms. eps: of the attention's norm and of the feed-forward's."""
+        """bits: biases, scales and norms. eps: of the norms, by the order of NORMS."""
         attention, dropouts = spec.attention, spec.dropouts
         scale = 1.0 / math.sqrt(attention.head_dim) if attention.softmax_scale is None else attention.softmax_scale
         return cls(
@@ -63,12 +76,12 @@ class LayerNumbers(NamedTuple):
             spec.merges_qkv,
             spec.feed_forward.gated,
             spec.merges_gate,
-            spec.norm.type == "rms",
+            _number_of(spec.norm),
+            _number_of(attention.norm or spec.norm),
             *bits,
             spec.relative_bits,
             scale,
-            eps[0],
-            eps[1],
+            *eps,
             *([*dropouts.values()][:4] if trains else (0.0,) * 4),
         )
 
@@ -87,6 +100,11 @@ class LayerNumbers(NamedTuple):
     @property
     def floats(self) -> list[float]:
         return [*self[NUM_INTS:]]
+
+    @property
+    def rms(self) -> bool:
+        """The norms have no mean."""
+        return self.norm != 0
 
     @property
     def dropouts(self) -> tuple[float, float, float, float]:

@@ -132,6 +132,8 @@ def accepts(x: torch.Tensor, operands: LayerOperands) -> str | None:
 
 @functools.lru_cache(maxsize=64)
 def _kinds_unsupported(kinds: tuple[LayerNumbers, ...]) -> str | None:
+    if any(layer.norms >> 4 or layer.norm > 1 for layer in kinds):
+        return "queries, keys or what a sublayer gives have norms, or norms a zero-centred weight"
     if len({layer.norm_first for layer in kinds}) > 1 or len({layer.rms for layer in kinds}) > 1:
         return "norms stand before halves of one layer and behind those of another, or are of two kinds"
     for layer in kinds:
