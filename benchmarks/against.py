@@ -2,9 +2,11 @@
 
     python benchmarks/against.py OTHER             # digests of outputs, losses and gradients of every family of both
     python benchmarks/against.py OTHER --speed     # ratios of medians, two processes asked in turn
+    python benchmarks/against.py OTHER --code      # functions of the extension whose machine code is not the same
 
 OTHER is the root of a checkout with its extension built (`python setup.py build_ext --inplace`). Each checkout runs in
-a process of its own, on the same weights and inputs. The machine must be quiet for --speed.
+a process of its own, on the same weights and inputs. The machine must be quiet for --speed; where it is not, --code
+says what can have another speed at all.
 """
 
 from __future__ import annotations
@@ -13,13 +15,15 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
-SHAPES = {"1x16": (1, 16), "1x128": (1, 128), "8x128": (8, 128), "ragged": None}
+SHAPES = {"1x16": (1, 16), "1x128": (1, 128), "8x128": (8, 128), "4x512": (4, 512), "ragged": None}
 RAGGED = (12, 31, 55, 7, 90, 44, 167, 23, 61, 18, 102, 36, 5, 73, 49, 28)
 SIZES = {
     "minilm": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
@@ -211,6 +215,34 @@ def compare_bits(mine: Path, other: Path) -> int:
     return 1 if differing else 0
 
 
+def machine_code(root: Path) -> Counter[tuple[str, tuple[str, ...]]]:
+    """The functions of a checkout's extension, (name, instructions), without addresses and padding."""
+    (library,) = (root / "fastbert").glob("_C*.so")
+    listing = subprocess.run(
+        ["objdump", "-dC", "--no-show-raw-insn", library], text=True, stdout=subprocess.PIPE, check=True
+    )
+    functions, name, body = Counter(), "", list[str]()
+    for line in [*listing.stdout.splitlines(), "0 <>:"]:
+        if (head := re.match(r"[0-9a-f]+ <(.*)>:$", line)) is not None:
+            functions[name, tuple(body)] += 1
+            name, body = head[1], []
+        elif "\t" in line:
+            instruction = re.sub(r"#.*|<.*>|\b0?x?[0-9a-f]+(?= <)|0x[0-9a-f]+\(%rip\)", "", line.split("\t", 1)[1])
+            body += [] if re.match(r"(cs |data16 )*nop|xchg +%ax,%ax", instruction) else [" ".join(instruction.split())]
+    return functions
+
+
+def compare_code(mine: Path, other: Path) -> int:
+    """By their instructions: a name may have changed, and a function may have several bodies."""
+    ours, theirs = machine_code(mine), machine_code(other)
+    known = {body for _, body in theirs}
+    new = sorted((-len(body), name) for name, body in ours if body not in known)
+    total = sum(len(body) * count for (_, body), count in ours.items())
+    print(f"{total:,} instructions; {-sum(count for count, _ in new):,} are in functions that {other} does not have so")
+    print(*(f"{-count:7,} {name[:120]}" for count, name in new if count < -60), sep="\n")
+    return 0
+
+
 def main() -> int:
     task = os.environ.get("FASTBERT_AGAINST")
     if task is not None:
@@ -229,17 +261,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("other", type=Path)
     parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--code", action="store_true")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--size", choices=SIZES, action="append", help="default: all")
     options = parser.parse_args()
     mine, other = Path(__file__).resolve().parents[1], options.other.resolve()
     if not (other / "fastbert").is_dir():
         parser.error(f"{other} is no checkout of fastbert")
-    return (
-        compare_speed(mine, other, options.rounds, options.size or [*SIZES])
-        if options.speed
-        else compare_bits(mine, other)
-    )
+    if options.code:
+        return compare_code(mine, other)
+    if options.speed:
+        return compare_speed(mine, other, options.rounds, options.size or [*SIZES])
+    return compare_bits(mine, other)
 
 
 if __name__ == "__main__":
