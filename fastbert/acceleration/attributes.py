@@ -21,8 +21,13 @@ _ANYTHING = object()  # what no forward reads in this family
 
 
 def _window(attention: AttentionSpec) -> int | None:
-    window = max(attention.window_size)
-    return None if window < 0 else window + 1  # counted with the query's own token
+    left, _ = attention.window_size
+    return None if left < 0 else left + 1  # counted with the query's own token
+
+
+def _is_freed(config: EncoderConfig) -> bool:
+    """Whether its config lets tokens of a decoder see those behind them, of which its modules know nothing."""
+    return config.own.get("is_causal") is False
 
 
 def _mask_token(config: EncoderConfig) -> Any:
@@ -54,12 +59,13 @@ _TABLE: dict[str, Callable[[EncoderConfig, AttentionSpec], Any]] = {
     **dict.fromkeys(("num_attention_heads", "n_heads"), lambda config, attention: attention.num_heads),
     **dict.fromkeys(("attention_head_size", "head_dim"), lambda config, attention: attention.head_dim),
     "num_key_value_groups": lambda config, attention: attention.num_heads // attention.num_kv_heads,
-    "scaling": lambda config, attention: config.family.hf_class.scaling or attention.head_dim**-0.5,
-    "sliding_window": lambda config, attention: _window(attention),
-    "attention_type": lambda config, attention: "full_attention" if _window(attention) is None else "sliding_attention",
-    **dict.fromkeys(
-        ("is_causal", "is_decoder", "is_cross_attention", "add_cross_attention"), lambda config, attention: False
+    "scaling": lambda config, attention: (
+        config.family.hf_class.scaling or attention.softmax_scale or attention.head_dim**-0.5
     ),
+    "sliding_window": lambda config, attention: _ANYTHING if _is_freed(config) else _window(attention),
+    "is_causal": lambda config, attention: _ANYTHING if _is_freed(config) else attention.window_size[1] == 0,
+    "attention_type": lambda config, attention: "full_attention" if _window(attention) is None else "sliding_attention",
+    **dict.fromkeys(("is_decoder", "is_cross_attention", "add_cross_attention"), lambda config, attention: False),
     "rotary_value": lambda config, attention: attention.rotary is not None and attention.rotary.rotates_values,
     "position_embedding_type": lambda config, attention: "rotary" if config.embeddings.position is None else "absolute",
     "padding_idx": lambda config, attention: config.padding_idx if config.family.positions_from_ids else _ANYTHING,

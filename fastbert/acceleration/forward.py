@@ -22,6 +22,7 @@ from fastbert.acceleration.unsupported import (
     TENSORS,
     Flattened,
     call_unsupported,
+    documents_of,
     flattened,
     flattened_unsupported,
 )
@@ -99,7 +100,9 @@ class Forward(OnInstance, RunsBaseModel):
         told_unsupported = told.pop("unsupported", None)
         try:
             config, tables = live(module, self.plan)
+            documents = documents_of(self.plan, module.config, call_args)
             unsupported = told_unsupported or transform_unsupported()
+            unsupported = unsupported or (documents if isinstance(documents, str) else None)
             has_padding = None
             if unsupported is None:
                 has_padding = _padding_in(call_args.get("attention_mask"), call_args.get("input_ids"))
@@ -123,7 +126,8 @@ class Forward(OnInstance, RunsBaseModel):
             tensors["token_type_ids"] = None
         if config.embeddings.task_type is None:
             tensors["task_type_ids"] = None
-        row, tree = flattened(module.config, call_args, options), LiveTree(module, snapshot, self.calls)
+        row = flattened(module.config, call_args, options, documents)
+        tree = LiveTree(module, snapshot, self.calls)
         wanted = self._wanted(module, snapshot.config, options)
         if row is None and labels is None and not wanted.is_of_layers:
             # A mask that says nothing is None by now: what a family without token types takes of them is, too.

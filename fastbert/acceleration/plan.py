@@ -63,6 +63,8 @@ def _read_by(head: str, family: Family, config: EncoderConfig, spans_over_real_t
     if isinstance(spec, (MaskedLM, ReplacedTokens)):
         return "tokens"
     pooling = spec.pooling_of(config) if isinstance(spec, ClassifierHead) else "first"
+    if pooling == "last" and isinstance(spec, ClassifierHead) and spec.last_by_id:
+        return "last id"
     return pooling if pooling in ("tokens", "last") else "first"
 
 
@@ -71,15 +73,17 @@ class PackedPlan:
     """What was learnt about a base model when it was accelerated.
 
     reads: what is made of last_hidden_state: "tokens" where each is looked at for itself and padding does not matter;
-    "first", column 0, too, as poolers do; "last", the last column; "padding", all columns. classes: of the modules that
-    our path does not call, by key as modules_of yields them; attributes: what theirs must be, and the base model's own,
-    whose key is "".
+    "first", column 0, too, as poolers do; "last", the last column; "last id", the last one whose id is not padding's;
+    "padding", all columns. asked: what transformers reads in its config in each call, and what it was. classes: of the
+    modules that our path does not call, by key as modules_of yields them; attributes: what theirs must be, and the base
+    model's own, whose key is "".
     """
 
     label: str
     model_type: str
     config: EncoderConfig
     reads: str
+    asked: dict[str, Any] = field(default_factory=dict)
     classes: dict[str, type] = field(default_factory=dict)
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -96,6 +100,15 @@ def live(module: Any, plan: PackedPlan) -> tuple[EncoderConfig, TableSizes]:
     count = module.config.num_hidden_layers if layers is None else layers
     config = config if count == config.num_hidden_layers else config.replace(num_hidden_layers=count)
     return config, table_sizes(module, config, module.config)
+
+
+_ASKED = ("is_causal", "layer_types", "sliding_window", "use_bidirectional_attention")
+
+
+def asked_of(config: Any) -> dict[str, Any]:
+    """What transformers' forwards read in a config of theirs with each call: of those that families of ours have."""
+    values = {name: getattr(config, name) for name in _ASKED if hasattr(config, name)}
+    return {name: list(value) if isinstance(value, (list, tuple)) else value for name, value in values.items()}
 
 
 def is_patched(module: nn.Module) -> bool:
@@ -124,8 +137,8 @@ def missing_leaf(root: nn.Module, config: EncoderConfig) -> str | None:
     names, family = config.embeddings, config.family
     paths = [*(getattr(names, role) for role in names.order), family.final_norm]
     for layer, spec in dict(zip(config.layer_paths, config.layer_specs, strict=True)).items():
-        norms = spec.names.norms if spec.has_attention_norm else spec.names.norms[1:]
-        paths += [f"{layer}.{path}" for path in (*spec.names.linears, *spec.names.relatives, *norms)]
+        inside = (*spec.names.linears, *spec.names.relatives, *filter(None, spec.norm_paths))
+        paths += [f"{layer}.{path}" for path in inside]
         paths += spec.shared_leaves
     return next((path for path in paths if path is not None and get_leaf(root, path) is None), None)
 
@@ -156,10 +169,10 @@ def make_plan(module: Any, label: str, heads: list[str], spans_over_real_tokens:
             family.positions_from_ids and family.padding_idx is None
         ):  # transformers counts from what the embeddings were built with
             config = config.replace(pad_token_id=module.embeddings.padding_idx)
-        reads = {_read_by(head, family, config, spans_over_real_tokens) for head in heads} or {"first"}
-        plan = PackedPlan(
-            label, model_type, config, next(r for r in ("padding", "last", "first", "tokens") if r in reads)
-        )
+        reads = {_read_by(head, family, config, spans_over_real_tokens) for head in heads}
+        reads = reads or {"tokens" if family.hf_class.caches else "first"}  # which pad on the left, as decoders do
+        first = next(r for r in ("padding", "last", "last id", "first", "tokens") if r in reads)
+        plan = PackedPlan(label, model_type, config, first, asked_of(module.config))
         now = live(module, plan)[0]
         modules = [("", "", module, module), *modules_of(module, family, now)]
         if (unsupported := _learn(plan, modules, now)) is not None:

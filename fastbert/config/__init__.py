@@ -342,7 +342,8 @@ class EncoderConfig(ConfigAccess):
         entries |= {names.get(name, name): value for name, value in self.own.items()}
         entries["id2label"] = {str(i): label for i, label in self.id2label.items()}
         entries["label2id"] = self.label2id
-        return {**self.extra, **entries}
+        entries = {**self.extra, **entries}
+        return entries if family.written_config is None else family.written_config(entries)
 
 
 def _known_types() -> str:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fastbert.families.llama import LAYER, llama_spec, rms_norm
 from fastbert.families.rope import rotary, upgrade_rope
 from fastbert.families.schema import (
     Choice,
@@ -17,48 +18,12 @@ from fastbert.families.schema import (
     Structure,
     heads,
 )
-from fastbert.layer_spec import (
-    AttentionSpec,
-    FeedForwardSpec,
-    Invalid,
-    LayerNames,
-    LayerSpec,
-    NormSpec,
-)
-
-_LAYER = LayerNames(
-    query="self_attn.q_proj",
-    key="self_attn.k_proj",
-    value="self_attn.v_proj",
-    attention_output="self_attn.o_proj",
-    attention_norm="input_layernorm",
-    gate="mlp.gate_proj",
-    up="mlp.up_proj",
-    down="mlp.down_proj",
-    feed_forward_norm="post_attention_layernorm",
-    order=("query", "key", "value", "attention_output", "gate", "up", "down", "attention_norm", "feed_forward_norm"),
-)
-
-
-def _norm(config: Any) -> NormSpec:
-    return NormSpec("rms", config.layer_norm_eps, bias=False)
+from fastbert.layer_spec import LayerSpec
 
 
 def _spec(config: Any, depth: int) -> LayerSpec:
-    count, groups = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
-    if count % groups:
-        raise Invalid("num_key_value_heads", groups, f"a divisor of num_attention_heads, {count}")
     position = rotary(config, config.head_dim, 10_000.0, hf_frequencies="rotary_emb.inv_freq")
-    attention = ("query", "key", "value", "attention_output") if config.attention_bias else ()
-    feed_forward = ("gate", "up", "down") if config.mlp_bias else ()
-    return LayerSpec(
-        _LAYER,
-        AttentionSpec(count, groups, config.head_dim, dropout=config.attention_probs_dropout_prob, position=position),
-        FeedForwardSpec(config.intermediate_size, config.activation, gated=True),
-        _norm(config),
-        norm_first=True,
-        biases=(*attention, *feed_forward),
-    )
+    return llama_spec(config, position, has_mlp_bias=config.mlp_bias)
 
 
 FAMILY = Family(
@@ -107,9 +72,9 @@ FAMILY = Family(
     upgrade_config=upgrade_rope,
     embeddings=Embeddings("embed_tokens", None, None, norm=None, dropout=0.0),
     layer_path="layers.{i}",
-    layer=_LAYER,
+    layer=LAYER,
     spec=_spec,
-    norm=_norm,
+    norm=rms_norm,
     pooler=None,
     final_norm="norm",
     vocabulary=NewVocabulary("bpe", gives_types=False),

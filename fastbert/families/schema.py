@@ -60,7 +60,8 @@ class Embeddings:
 
     project: embedding_size -> hidden_size, where they differ, or always; projects_first: before the norm, which is then
     as wide as the layers, and without a bias. skips_given: inputs_embeds are the result, and nothing is added to them.
-    dropout: of the sum. `order` is the order in which transformers registers the leaves.
+    word_scale: what rows of the word table are multiplied by, rounded to the table's dtype; not inputs_embeds. dropout:
+    of the sum. `order` is the order in which transformers registers the leaves.
     """
 
     word: str = "embeddings.word_embeddings"
@@ -74,23 +75,26 @@ class Embeddings:
     pads_positions: bool = False  # whether the position table has a padding row, which takes no gradient
     token_dropout: TokenDropout | None = None
     skips_given: bool = False
+    word_scale: float | None = None
     dropout: float | FromConfig = FromConfig("hidden_dropout_prob")
     order: tuple[str, ...] = ("word", "position", "token_type", "task_type", "norm", "project")
 
 
 @dataclass(frozen=True)
 class MaskedLM:
-    """[dense -> activation -> norm ->] decoder, whose weight is the word table where the config ties them.
+    """[dense -> activation -> [second -> activation ->] norm ->] decoder, whose weight is the word table where the
+    config ties them.
 
     decoder: None: the word table itself. bias: the decoder bias's second name, None where it has one; where the decoder
-    has no bias, one that stands alone. width: what `dense` makes. instead: a Flag of the config, and the head of models
-    where it is false.
+    has no bias, one that stands alone. width: what `dense` makes, and where there is no `second`, the decoder takes;
+    that one makes hidden_size of it. instead: a Flag of the config, and the head of models where it is false.
     """
 
     dense: str | None = "cls.predictions.transform.dense"
     norm: str | None = "cls.predictions.transform.LayerNorm"
     decoder: str | None = "cls.predictions.decoder"
     bias: str | None = "cls.predictions.bias"
+    second: str | None = None
     activation: str | FromConfig = FromConfig("hidden_act")
     width: int | FromConfig = FromConfig("embedding_width")
     dense_bias: bool | FromConfig = True
@@ -114,14 +118,16 @@ class ClassifierHead:
 
     pooling: what it runs over: the pooler's output, each sequence's first token, its last, the mean of its tokens, or
     its tokens; "late" is the mean of what comes out for the tokens. The last token is a real one, where transformers
-    reads the last column, padding or not. poolings: other names that a config has for these. drops_first: there is a
-    dropout before `dense`, too, of `first_dropout`; None: of the same. soft_labels: where the config has no
-    problem_type, labels (batch, num_labels) are shares of classes, and classes below 0 are left out.
+    reads the last column, padding or not; or, `last_by_id`, the last token whose id is not padding's. poolings: other
+    names that a config has for these. drops_first: there is a dropout before `dense`, too, of `first_dropout`; None: of
+    the same. soft_labels: where the config has no problem_type, labels (batch, num_labels) are shares of classes, and
+    classes below 0 are left out.
     """
 
     out: str = "classifier"
     pooling: str | FromConfig = "pooler"
     poolings: Mapping[str, Pooling] = field(default_factory=dict)
+    last_by_id: bool = False
     dense: str | None = None
     dense_bias: bool | FromConfig = True
     activation: str | FromConfig | None = "tanh"
@@ -231,8 +237,9 @@ class HfClass(NamedTuple):
 
     dropouts: where its layers keep the dropouts, as a module or as a number, below the layer -> which of
     LayerSpec.dropouts it is; None: no forward calls it. embedding_dropout: that of the embeddings; drops_embeddings:
-    whether a forward calls it. counts_layers: it runs no more layers than its config counts. scaling: the factor of the
-    scores that its attention keeps; None: 1 / sqrt(head_dim).
+    whether a forward calls it. counts_layers: it runs no more layers than its config counts. caches: a call may ask for
+    the keys and values of its tokens, as decoders' do. scaling: the factor of the scores that its attention keeps;
+    None: 1 / sqrt(head_dim).
     """
 
     folder: str
@@ -241,6 +248,7 @@ class HfClass(NamedTuple):
     embedding_dropout: str | None = "embeddings.dropout"
     drops_embeddings: bool = True
     counts_layers: bool = False
+    caches: bool = False
     scaling: float | None = None
 
 
@@ -308,7 +316,10 @@ class Family:
     ignores_types: bool = False  # a model without token types takes token_type_ids, which its tokenizer makes
     fixed: tuple[str, ...] = ()  # fields that its config.json does not have: only the default is possible
     only_values: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: ONLY_VALUES)
-    upgrade_config: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # entries of old files -> today's
+    upgrade_config: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # entries of files -> ours
+    written_config: Callable[[dict[str, Any]], dict[str, Any]] | None = (
+        None  # and back, of what has another value there
+    )
 
     # The tree
     embeddings: Embeddings | Callable[[Any], Embeddings] = Embeddings()

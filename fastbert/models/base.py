@@ -27,8 +27,10 @@ from fastbert.execution.request import (
 from fastbert.execution.tree import OwnTree
 from fastbert.families.schema import Family
 from fastbert.layers.convolution import place_convolution
+from fastbert.layers.embeddings import ScaledEmbedding
 from fastbert.layers.encoder import EncoderLayer
-from fastbert.layers.leaves import get_leaf, has_hooks, is_plain, make_norm, parent_of, set_module, within
+from fastbert.layers.leaves import get_leaf, has_hooks, is_plain, parent_of, set_module, within
+from fastbert.layers.norms import make_norm
 from fastbert.layers.relative import place_relative, relative_shapes
 from fastbert.layers.rotary import place_rotary
 from fastbert.layers.sharded import is_sharded, without_views
@@ -156,8 +158,14 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         names, norm = config.embeddings, family.norm_spec(config)
         padding_idx, width = config.padding_idx, config.embedding_width
         position_padding = padding_idx if names.pads_positions else None
+
+        def word() -> nn.Embedding:
+            if names.word_scale is not None:
+                return ScaledEmbedding(config.vocab_size, width, names.word_scale, padding_idx)
+            return nn.Embedding(config.vocab_size, width, padding_idx=padding_idx)
+
         make = {
-            "word": lambda: nn.Embedding(config.vocab_size, width, padding_idx=padding_idx),
+            "word": word,
             "position": lambda: nn.Embedding(config.max_position_embeddings, width, padding_idx=position_padding),
             "token_type": lambda: nn.Embedding(config.type_vocab_size, width),
             "task_type": lambda: nn.Embedding(config.task_type_vocab_size, width),

@@ -15,20 +15,28 @@ from fastbert.errors import InputError
 from fastbert.execution.request import first_tokens
 from fastbert.families.schema import ClassifierHead, ReplacedTokens, value_of
 from fastbert.layers.encoder import add_norm
-from fastbert.layers.leaves import get_leaf, linear, make_norm, parent_of, set_module, within
+from fastbert.layers.leaves import get_leaf, linear, parent_of, set_module, within
+from fastbert.layers.norms import make_norm
 from fastbert.models.heads import Encoded, HeadModel, class_labels, mean_loss, token_labels, whole_labels
 from fastbert.models.inputs import check_tensors
 from fastbert.packed_inputs import ModelInputs, PackedInputs
 from fastbert.packing import PackedBatch
 
 
-def last_tokens(packed: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """(total_tokens, hidden_size) -> each sequence's last real token, (batch, hidden_size); zeros if it has none."""
+def last_tokens(packed: torch.Tensor, batch: PackedBatch, is_word: torch.Tensor | None = None) -> torch.Tensor:
+    """(total_tokens, hidden_size) -> each sequence's last real token, (batch, hidden_size); zeros if it has none.
+
+    is_word, (total_tokens,): which of them count; where none does, it is the first.
+    """
     if not batch.total_tokens:
         return first_tokens(packed, batch)
-    ends = batch.cu_seqlens[1:].long()
-    last = packed.index_select(0, (ends - 1).clamp(min=0))
-    return last.where((ends > batch.cu_seqlens[:-1])[:, None], 0.0)
+    starts, ends = batch.cu_seqlens[:-1].long(), batch.cu_seqlens[1:].long()
+    last = (ends - 1).clamp(min=0)
+    if is_word is not None:
+        places = torch.arange(len(is_word), device=is_word.device)
+        last = torch.where(is_word, places, -1).cummax(0).values.index_select(0, last).maximum(starts)
+        last = last.clamp(max=len(is_word) - 1)
+    return packed.index_select(0, last).where((ends > starts)[:, None], 0.0)
 
 
 class ClassifierModel(HeadModel):
@@ -72,7 +80,10 @@ class ClassifierModel(HeadModel):
         if pooling == "first":
             return first_tokens(packed, batch)
         if pooling == "last":
-            return last_tokens(packed, batch)
+            ids, pad = encoded.input_ids, self.config.pad_token_id
+            if not self.head_spec.last_by_id or ids is None or pad is None:
+                return last_tokens(packed, batch)
+            return last_tokens(packed, batch, ids.ne(pad))
         return ops.pooling(packed, batch.cu_seqlens, mode="mean") if pooling == "mean" else packed
 
     def packed_vectors(self, packed: PackedInputs) -> torch.Tensor:

@@ -48,15 +48,20 @@ def _layers(family: Family) -> str:
     specs = config.layer_specs
     first = specs[0]
     words = ["pre-norm" if first.norm_first else "post-norm"]
-    words += ["RMSNorm"] if first.norm.type == "rms" else []
+    words += ["RMSNorm"] if first.norm.type != "layer" else []
+    words += ["norms of queries and keys"] if first.attention.norm is not None else []
+    words += ["norms behind sublayers"] if first.names.attention_output_norm is not None else []
+    words += ["causal"] if all(spec.attention.window_size[1] == 0 for spec in specs) else []
     words += ["rotary positions"] if _may_turn(family, config) else []
     words += ["disentangled attention"] if "relative_attention" in family.fields else []
     words += ["a bias by distance"] if isinstance(first.attention.position, RelativeBias) else []
     if first.feed_forward.gated:
         words.append(_GATED.get(first.feed_forward.activation, f"gated {first.feed_forward.activation}"))
-    windows = [max(spec.attention.window_size) for spec in specs if max(spec.attention.window_size) >= 0]
+    windows = [spec.attention.window_size for spec in specs if spec.attention.window_size[0] >= 0]
     if windows:
-        words.append(f"{len(windows)} of {len(specs)} layers see {windows[0]} tokens to each side")
+        left, right = windows[0]
+        where = "to each side" if left == right else "before theirs"
+        words.append(f"{len(windows)} of {len(specs)} layers see {left} tokens {where}")
     words += ["grouped queries"] if "num_key_value_heads" in family.fields else []
     words += ["shared weights"] if config.num_hidden_groups else []
     words += [] if first.biases else ["no biases"]

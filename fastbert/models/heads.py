@@ -25,12 +25,15 @@ from fastbert.packing import PADDED_LABELS, PackedBatch, checks_values
 
 @dataclass(frozen=True)
 class Encoded:
-    """What a base model made of a batch: packed hidden states (total_tokens, hidden_size)."""
+    """What a base model made of a batch: packed hidden states (total_tokens, hidden_size). input_ids: int64
+    (total_tokens,), where it was made from them.
+    """
 
     base: EncoderModel
     packed: torch.Tensor
     batch: PackedBatch
     pooler_output: torch.Tensor | None = None  # where it is there already
+    input_ids: torch.Tensor | None = None
 
     def pooled(self) -> torch.Tensor:
         """(batch, hidden_size)."""
@@ -171,14 +174,16 @@ class HeadModel(PreTrainedModel):
         if not must_be_called(base):
             encoded = base.encode(inputs, base.wanted(output_attentions, output_hidden_states))
             base.calls.ran_packed()
-            return Encoded(base, encoded.packed, inputs.batch, encoded.pooled), encoded.extras()
+            found = Encoded(base, encoded.packed, inputs.batch, encoded.pooled, inputs.ids.input_ids)
+            return found, encoded.extras()
         padded, layout = arguments[:5], zip(arguments._fields[5:], arguments[5:], strict=True)
         named = {name: value for name, value in layout if value is not None}  # a forward may take fewer
         output = base(*padded, output_attentions, output_hidden_states, **named)
         batch, hidden = inputs.batch, output.last_hidden_state
         packed = batch.pack(hidden)
         extras = {name: output[name] for name in ("hidden_states", "attentions") if name in output}
-        return Encoded(base, packed, batch, output.pooler_output if base.has_pooler else None), extras
+        pooled = output.pooler_output if base.has_pooler else None
+        return Encoded(base, packed, batch, pooled, inputs.ids.input_ids), extras
 
     def classes_at(self, path: str) -> int | None:
         """How many classes the Linear at `path` has; None where something else is there, whose result shows it."""

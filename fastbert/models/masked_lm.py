@@ -18,14 +18,12 @@ from fastbert.layers.leaves import (
     is_linear,
     is_plain,
     linear,
-    make_norm,
-    norm_type_of,
-    norm_weights,
     parent_of,
     set_module,
     weights_of,
     within,
 )
+from fastbert.layers.norms import make_norm, norm_type_of, norm_weights
 from fastbert.layers.resizing import resize_rows
 from fastbert.models.heads import HeadModel, class_labels, token_labels
 from fastbert.models.outputs import Deferred
@@ -46,9 +44,11 @@ class MaskedLMHeadModel(HeadModel):
 
     def build_masked_lm(self, config: EncoderConfig) -> None:
         names = self.masked_lm
-        width = self.decoder_width(config)
+        width, has_bias = self.decoder_width(config), value_of(names.dense_bias, config)
+        dense_width = value_of(names.width, config)
         leaves = {
-            "dense": lambda: nn.Linear(config.hidden_size, width, bias=value_of(names.dense_bias, config)),
+            "dense": lambda: nn.Linear(config.hidden_size, dense_width, bias=has_bias),
+            "second": lambda: nn.Linear(dense_width, config.hidden_size, bias=has_bias),
             "norm": lambda: make_norm(self.family.norm_spec(config), width),
             "decoder": lambda: nn.Linear(width, config.vocab_size, bias=value_of(names.decoder_bias, config)),
         }
@@ -62,7 +62,8 @@ class MaskedLMHeadModel(HeadModel):
 
     def decoder_width(self, config: EncoderConfig) -> int:
         names = self.masked_lm
-        return config.hidden_size if names.dense is None else value_of(names.width, config)
+        is_whole = names.dense is None or names.second is not None
+        return config.hidden_size if is_whole else value_of(names.width, config)
 
     def tied_keys(self) -> dict[str, str]:
         """Second names of shared tensors -> the name that a file holds."""
@@ -175,6 +176,7 @@ class MaskedLMHeadModel(HeadModel):
         def run(x):
             assert names.dense is not None
             x = linear(get_leaf(self, names.dense), x, activation)
+            x = x if names.second is None else linear(get_leaf(self, names.second), x, activation)
             return x if names.norm is None else add_norm(get_leaf(self, names.norm), x, None, None, 0.0)
 
         scope = parent_of(names.dense)
@@ -226,8 +228,8 @@ class MaskedLMHeadModel(HeadModel):
     def _operands_of_loss(self) -> ops.MaskedLMOperands | str:
         """What the op for the whole head takes, or why the head's leaves are called."""
         names, decoder = self.masked_lm, self._read_decoder()
-        if names.dense is None or names.norm is None:
-            return "the head has no dense or no norm"
+        if names.dense is None or names.second is not None or names.norm is None:
+            return "the head has no dense or no norm, or two of the first"
         scopes = {self.inner_container, self.outer_container, parent_of(names.dense)}
         if any([is_called(self, path) for path in scopes if path is not None]):
             return "a container of the head has hooks"

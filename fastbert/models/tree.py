@@ -104,7 +104,7 @@ def modules_of(root: nn.Module, family: Family, config: EncoderConfig) -> Iterat
     for spec, number in numbers.items():
         paths = [*spec.names.linears, *spec.names.relatives]
         leaves.update(spec.shared_leaves)
-        paths += spec.names.norms if spec.has_attention_norm else spec.names.norms[1:]
+        paths += filter(None, spec.norm_paths)
         leaves |= {f"{number}.{path}" for path in paths}
     pending = [("", "", root, root)]
     for at, key_at, parent, owner in pending:  # which grows meanwhile

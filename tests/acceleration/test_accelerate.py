@@ -12,7 +12,7 @@ import warnings
 import pytest
 import torch
 from batches import make_batch
-from family_configs import config_for
+from family_configs import config_for, head_of
 from full import halved, left_to_full
 from hf import FAMILIES, MODELS, families_axis, is_left_out, make_hf, make_oracle, random_like
 from kinds import of_every_kind, of_few_kinds
@@ -142,17 +142,19 @@ def test_every_head(model_type, head, dtype, packed_layers, no_fallback):
 @pytest.mark.parametrize("pattern", MASKS)
 @families_axis
 def test_every_mask(model_type, pattern, dtype, packed_layers, no_fallback):
-    config = config_for(model_type, "TokenClassification", 1)
-    check(config, "TokenClassification", make_batch(config, pattern), dtype, output_hidden_states=True)
+    head = head_of(model_type, other="Model")
+    config = config_for(model_type, head, 1)
+    check(config, head, make_batch(config, pattern), dtype, output_hidden_states=True)
     assert packed_layers
 
 
 @of_few_kinds()
 @families_axis
 def test_attentions(model_type, packed_layers, no_fallback):
-    config = config_for(model_type, "TokenClassification", 3)
+    head = head_of(model_type, other="Model")
+    config = config_for(model_type, head, 3)
     batch = make_batch(config, "holes")
-    baseline = make_hf(config, "TokenClassification").eval()
+    baseline = make_hf(config, head).eval()
     accelerated = fastbert.accelerate(copy.deepcopy(baseline))
     theirs = make_oracle(baseline)(**batch.inputs, output_attentions=True)
     near, ours = (model(**batch.inputs, output_attentions=True) for model in (baseline, accelerated))

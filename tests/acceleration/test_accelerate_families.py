@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from batches import make_batch
-from family_configs import config_for, make_config
+from family_configs import config_for, head_of, make_config
 from full import halved, left_to_full
 from hf import FAMILIES, families_axis, is_alike, make_hf, make_oracle
 from kinds import of_every_kind, of_few_kinds
@@ -24,6 +24,7 @@ from tiny import write_json, write_model, write_modules
 from torch import nn
 
 import fastbert
+from fastbert import families
 from fastbert.layer_spec import Distances
 from fastbert.testing.cases import DTYPES, MASKS
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
@@ -56,8 +57,9 @@ def assert_falls_back(model, reason: str, **inputs) -> None:
 @families_axis
 def test_inference(model_type, pattern, dtype, no_fallback):
     """What runs as whole layers without gradients; the last of the hidden states is the one behind a final norm."""
-    config = config_for(model_type, "TokenClassification", 1)
-    plain = make_hf(config, "TokenClassification", dtype).eval()
+    head = head_of(model_type, other="Model")
+    config = config_for(model_type, head, 1)
+    plain = make_hf(config, head, dtype).eval()
     batch, model = make_batch(config, pattern), fastbert.accelerate(copy.deepcopy(plain))
     with torch.inference_mode():
         assert_as_transformers(model, **batch.inputs)
@@ -72,14 +74,16 @@ def test_inference(model_type, pattern, dtype, no_fallback):
 def test_positions(model_type, no_fallback):
     model = accelerated(model_type)
     again = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2])  # which start again
+    # Without a mask decoders take them for several sequences: test_accelerate_decoders.py.
+    mask = {"attention_mask": torch.ones_like(IDS)} if families.FAMILIES[model_type].hf_class.caches else {}
     for positions in (
         torch.arange(3, 14)[None],
         again[None],
         torch.stack([again, again + 1, again.flip(0), again * 2]),
     ):
-        assert_as_transformers(model, input_ids=IDS, position_ids=positions)
+        assert_as_transformers(model, input_ids=IDS, position_ids=positions, **mask)
     takes_them = "position_ids" in inspect.signature(type(model).forward).parameters  # RoFormer's does not
-    assert torch.equal(model(IDS, position_ids=again[None])[0], model(IDS)[0]) != takes_them
+    assert torch.equal(model(IDS, position_ids=again[None], **mask)[0], model(IDS)[0]) != takes_them
 
 
 @pytest.mark.parametrize("model_type", ROTARY)
@@ -114,7 +118,7 @@ def test_frequencies_are_those_of_the_tree(model_type, no_fallback):
 def test_another_window(model_type):
     model = accelerated(model_type)
     model.config.sliding_window = 1
-    assert_falls_back(model, "its config's window is 1")
+    assert_falls_back(model, "its config's sliding_window is 1")
 
 
 def test_layers_that_are_moved_take_their_form_along():
@@ -174,13 +178,14 @@ def test_hooks(model_type):
 @pytest.mark.parametrize("reentrant", (False, True))
 @pytest.mark.parametrize("model_type", ROTARY)
 def test_gradient_checkpointing(model_type, reentrant, packed_layers, no_fallback):
-    config = config_for(model_type, "TokenClassification")
+    head = head_of(model_type, other="Model")
+    config = config_for(model_type, head)
     batch = make_batch(config, "right")
-    model = fastbert.accelerate(make_hf(config, "TokenClassification"))
-    _, _, expected = run(model, "TokenClassification", batch, {})
+    model = fastbert.accelerate(make_hf(config, head))
+    _, _, expected = run(model, head, batch, {})
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     packed_layers.clear()
-    _, _, grads = run(model, "TokenClassification", batch, {})
+    _, _, grads = run(model, head, batch, {})
     assert len(packed_layers) == 2 * config.num_hidden_layers
     assert all(torch.equal(grads[name], expected[name]) for name in grads if grads[name] is not None)
 

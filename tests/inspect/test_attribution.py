@@ -51,7 +51,7 @@ def test_they_are_captums(model_type):
         theirs_is = method.attribute(words(row), baselines=words(filled), n_steps=50).sum(-1)[0]
         error = (attribution.scores.double() - theirs_is).abs().max() / theirs_is.abs().max()
         assert error < 1e-4, (error, attribution.scores, theirs_is)
-        assert attribution.completeness_error < 0.01
+        assert attribution.completeness_error < 0.03
     assert all(
         p.requires_grad for p in ours.parameters() if p.dim() == 2 and p.shape[0] != config.max_position_embeddings
     )

@@ -7,7 +7,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from family_configs import config_for, make_config
+from family_configs import config_for, few_heads, make_config
 from full import halved, left_to_full, thinned
 from hf import make_hf, make_ours, random_like
 from kinds import of_every_kind
@@ -30,7 +30,8 @@ MASK = torch.tensor([[1] * 9, [1] * 4 + [0] * 5])
 def make(model_type: str, **fields) -> EncoderModel:
     if not 0 <= (FAMILIES[model_type].defaults.get("pad_token_id", 0) or -1) < 50:
         fields["pad_token_id"] = 0
-    config = EncoderConfig.of_family(model_type, vocab_size=50, initializer_range=0.2, **{**SHAPE, **fields})
+    fields = {"vocab_size": 50, "initializer_range": 0.2, **SHAPE, **few_heads(model_type, **SHAPE), **fields}
+    config = EncoderConfig.of_family(model_type, **fields)
     return base_class(model_type)(config).eval()
 
 

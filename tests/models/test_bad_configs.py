@@ -101,7 +101,7 @@ def test_every_field(name, folder, file):
         file("config.json", {**entries, name: value})
         with pytest.raises(ConfigError, match=name) as caught:
             AutoModel.from_pretrained(folder)
-        assert len(str(caught.value)) < 300
+        assert len(str(caught.value)) < 400
         if name not in ("architectures", "id2label"):
             with pytest.raises(ConfigError, match=name):
                 EncoderConfig(**{"vocab_size": len(tiny.VOCAB), name: value})
@@ -120,7 +120,7 @@ def test_every_field_of_a_family(model_type):
         for value in BAD_OF_KIND[type(kind)](kind) if type(kind) is not Structure else ():
             with pytest.raises(ConfigError, match=theirs) as caught:
                 EncoderConfig.from_dict({"model_type": model_type, theirs: value})
-            assert len(str(caught.value)) < 300
+            assert len(str(caught.value)) < 400
             with pytest.raises(ConfigError, match=theirs):
                 EncoderConfig.of_family(model_type, **{name: value})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from batches import make_batch
-from family_configs import make_config
+from family_configs import BY_LAYER_TYPE, make_config
 from full import halved, thinned
 from hf import FAMILIES, cast, hf_class, hf_config, make_oracle, make_ours, randomise
 from kinds import of_every_kind
@@ -25,13 +25,16 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
 
 
 def in_rope(model_type: str, parameters) -> dict:
-    """`parameters` as the family's config.json has them: ModernBERT a set for each type of layer."""
-    return {"full_attention": parameters} if model_type == "modernbert" else parameters
+    """`parameters` as the family's config.json has them: some have a set for each type of layer."""
+    others = {"sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    return {"full_attention": parameters, **others} if model_type in BY_LAYER_TYPE else parameters
 
 
 def short_of(model_type: str, parameters):
     """Of two layers, with these rope_parameters."""
     places = {"rope_parameters": parameters, "max_position_embeddings": 128}
+    if model_type in BY_LAYER_TYPE:
+        places["layer_types"] = ["sliding_attention", "full_attention"]
     return make_config(model_type, 0, num_hidden_layers=2, **places)
 
 

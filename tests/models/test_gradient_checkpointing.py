@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from batches import make_batch, make_labels
-from family_configs import config_for
+from family_configs import config_for, head_of
 from full import halved, left_to_full
 from hf import families_axis, is_alike, make_ours
 from kinds import of_every_kind
@@ -22,12 +22,13 @@ from fastbert.families import FAMILIES
 @families_axis
 def test_gradient_checkpointing(model_type, dropout):
     """The same loss, gradients and extras, bit for bit, with dropout too."""
+    head = head_of(model_type)
     names = {"hidden_dropout_prob", "attention_probs_dropout_prob"} - {*FAMILIES[model_type].fixed}
-    config = config_for(model_type, "TokenClassification", 0, num_hidden_layers=2, **dict.fromkeys(names, dropout))
-    plain, batch = make_model(config, "TokenClassification"), make_batch(config, "right")
-    kept = make_ours(config, "TokenClassification", plain)
+    config = config_for(model_type, head, 0, num_hidden_layers=2, **dict.fromkeys(names, dropout))
+    plain, batch = make_model(config, head), make_batch(config, "right")
+    kept = make_ours(config, head, plain)
     kept.gradient_checkpointing_enable({"use_reentrant": False})
-    labels = make_labels(config, "TokenClassification", batch, seed=0)
+    labels = make_labels(config, head, batch, seed=0)
     outs = []
     for model in (plain, kept):
         manual_seed(3)

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from batches import make_batch, make_labels, token_level
-from family_configs import CHOICES, config_for, has_rotary, make_config, measures_by_columns
+from family_configs import CHOICES, config_for, has_rotary, head_of, make_config, measures_by_columns
 from full import halved, left_to_full, thinned
 from hf import families_axis, gradients, is_left_out, make_trio, models_axis, random_like, randomise
 from kinds import of_every_kind, of_every_kind_of_head
@@ -213,6 +213,7 @@ def isolation(model, config, batch, change, head: str):
 @families_axis
 def test_no_sequence_sees_another(model_type, head, dtype):
     """Other values, huge ones and NaN in one sequence: the others' outputs and input gradients keep their bits."""
+    head = head if head == "Model" else head_of(model_type, head)
     config = config_for(model_type, head, 1)
     model = make_model(config, head, dtype)
     for pattern in ("right", "holes"):

@@ -9,6 +9,7 @@ import copy
 import pytest
 import torch
 from config_files import IDS, check, file_of, theirs_of
+from family_configs import BY_LAYER_TYPE
 from full import left_to_full, thinned
 from hf import make_oracle
 from test_family_configs import LLAMA3, ROPES, YARN
@@ -47,11 +48,14 @@ ENTRIES = {
 
 def in_layers(model_type: str, place: str, rope: dict) -> dict:
     """The entries of a config.json with `rope` at `place`: a type of layer, or "flat"."""
-    return {"rope_parameters": rope} if place == "flat" else {"rope_parameters": {place: rope}, "local_attention": 12}
+    if place == "flat":
+        return {"rope_parameters": rope}
+    window = {"local_attention": 12} if model_type == "modernbert" else {"sliding_window": 6}
+    return {"rope_parameters": {"full_attention": {}, "sliding_attention": {}, place: rope}, **window}
 
 
-PLACES = [(name, "flat") for name in ROPES if name != "modernbert"]
-PLACES += [("modernbert", "full_attention"), ("modernbert", "sliding_attention")]
+PLACES = [(name, "flat") for name in ROPES if name not in BY_LAYER_TYPE]
+PLACES += [(name, place) for name in BY_LAYER_TYPE for place in ("full_attention", "sliding_attention")]
 
 
 # The places share the code that reads these: each has every twelfth, those that saw past faults among them.
@@ -131,7 +135,7 @@ def test_entries_beside_rope_parameters(number):
 @pytest.mark.parametrize("model_type", ROPES)
 def test_an_accelerated_model_turns_by_what_it_was_built_with(model_type):
     """The frequencies and the factor of its tree, whatever its config says by now, or somebody has set there."""
-    place = "full_attention" if model_type == "modernbert" else "flat"
+    place = "full_attention" if model_type in BY_LAYER_TYPE else "flat"
     theirs = theirs_of(file_of(model_type, **in_layers(model_type, place, YARN)))
     rope = theirs.config.rope_parameters
     (rope if place == "flat" else rope[place])["attention_factor"] = 2.5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from family_configs import few_heads, head_of
 from full import left_to_full, thinned
 from hf import families_axis, is_alike
 from kinds import of_every_kind
@@ -21,6 +22,7 @@ def make(model_type: str, head: str):
     config = fastbert.EncoderConfig.of_family(
         model_type, vocab_size=12, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8,
         embedding_size=8, hidden_act="gelu", initializer_range=0.5, num_labels=2, pad_token_id=0,
+        **few_heads(model_type, 8),
     )  # fmt: skip
     return model_class(model_type, head)(config).double().eval()
 
@@ -33,6 +35,7 @@ def make(model_type: str, head: str):
 def test_gradients_of_gradients(model_type, head):
     """Against finite differences of the first ones: of the embedded batch and of a query's weight."""
     manual_seed(0)
+    head = head if head == "Model" else head_of(model_type, head)
     model = make(model_type, head)
     mask = torch.tensor([[1] * n + [0] * (max(LENGTHS) - n) for n in LENGTHS])
     labels = {"MaskedLM": torch.tensor([[1, -100, 2], [3, 4, -100]]), "SequenceClassification": torch.tensor([0, 1])}

@@ -37,6 +37,9 @@ def write_everywhere(model: nn.Module) -> None:
     for i, t in enumerate((*model.parameters(), *model.buffers())):
         if t.is_floating_point():
             memory = t.data if i % 2 else t.detach().numpy()
+            if t.dim() == 0:  # Gemma's factor of the words
+                memory *= 1.5
+                continue
             memory[..., t.shape[-1] // 2] *= 1.5
             memory[..., t.shape[-1] // 3] += 0.25
 

@@ -246,7 +246,7 @@ def test_a_family_imports_the_form_only():
     for path in sorted(folder.glob("*.py")):
         for found in imports_of(path):
             is_standard = found.module.split(".")[0] in sys.stdlib_module_names
-            shared = ("families.rope", "families.disentangled", "families.vocabulary", "layer_spec")
+            shared = ("families.rope", "families.disentangled", "families.llama", "families.vocabulary", "layer_spec")
             is_form = found.module in {f"fastbert.{form}" for form in (*FORMS, *shared)}
             assert is_standard or is_form, f"{path} imports {found.module}"
 

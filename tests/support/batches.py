@@ -46,6 +46,11 @@ class Batch:
         inputs = {name: self.front(t, last) for name, t in {**self.inputs, "position_ids": self.positions}.items()}
         return Batch(inputs, self.front(self.real, last), inputs["position_ids"])
 
+    def with_pads(self, pad: int) -> Batch:
+        """The same with this id wherever a mask leaves a token out."""
+        ids = self.inputs["input_ids"]
+        return Batch({**self.inputs, "input_ids": ids.where(self.real, pad)}, self.real, self.positions)
+
     def with_a_token_in_each(self) -> Batch:
         """Sequences that have none show their first column, and still count as without: transformers' mean of no token
         is 0 / 0, of which a label of -100 makes NaN in every gradient.

@@ -7,6 +7,7 @@ import warnings
 
 import torch
 import transformers
+from family_configs import few_heads
 from hf import cast, hf_class, make_oracle, make_ours, randomise
 from judging import NUDGES, Results, assert_all_close, judge, nudged
 from torch import nn
@@ -22,7 +23,7 @@ IDS = torch.randint(3, 43, (2, 40), generator=torch.Generator().manual_seed(5))
 
 
 def file_of(model_type: str, **entries) -> dict:
-    return {"model_type": model_type, **SMALL, **copy.deepcopy(entries)}
+    return {"model_type": model_type, **SMALL, **few_heads(model_type, **SMALL), **copy.deepcopy(entries)}
 
 
 def built(file: dict) -> nn.Module:

@@ -63,6 +63,42 @@ _OF_FAMILY = {
         {"num_key_value_heads": 2, "head_dim": 32, "classifier_pooling": "mean"},
         {"mlp_bias": True, "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 50.0}},
     ),
+    "gemma3_text": (
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 50,
+            "sliding_window": 6,
+            "sliding_window_pattern": 3,
+        },
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 40,
+            "query_pre_attn_scalar": 20,
+            "attention_bias": True,
+            "use_bidirectional_attention": True,
+            "sliding_window": 9,
+            "sliding_window_pattern": 2,
+        },
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "query_pre_attn_scalar": 64,
+            "use_bidirectional_attention": True,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention"],
+        },
+        {
+            **_SMOOTH,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 7,
+            "sliding_window": 4,
+            "sliding_window_pattern": 2,
+            "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 50.0}},
+        },
+    ),
     "gte": ({}, {"type_vocab_size": 0}, {"type_vocab_size": 2}, _SMOOTH),
     "modernbert": (
         {"local_attention": 6},
@@ -79,15 +115,67 @@ _OF_FAMILY = {
         {"local_attention": 4, "mlp_bias": True, "global_attn_every_n_layers": 2},
     ),
     "nomic_bert": ({}, {"type_vocab_size": 1}, {"head_dim": 32}, _SMOOTH),
+    "qwen3": (
+        {"num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": True, "pad_token_id": 0},
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 40,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 1,
+            "pad_token_id": 1,
+        },
+        {"num_key_value_heads": 2, "head_dim": 64, "is_causal": False, "pad_token_id": 0},
+        {
+            **_SMOOTH,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "is_causal": False,
+            "pad_token_id": 0,
+            "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 50.0},
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "rembert": tuple(
         {"embedding_size": n, "output_embedding_size": m} for n, m in ((48, 40), (160, 24), (32, 128), (64, 64))
     ),
     "roberta": ({"type_vocab_size": 1}, {}, {"type_vocab_size": 1, "pad_token_id": 3}, {}),
     "roformer": ({}, {"embedding_size": 48}, {"rotary_value": True}, {"embedding_size": 32, "rotary_value": True}),
+    "ultrabert": (
+        {"sliding_window": 3, "num_key_value_heads": 1, "prediction_head_size": 40, "tie_word_embeddings": True},
+        {
+            "sliding_window": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "attention_bias": True,
+            "mlp_bias": True,
+            "classifier_pooling": "mean",
+            "tie_word_embeddings": True,
+        },
+        {"sliding_window": 4, "layer_types": ["sliding_attention"], "head_dim": 32, "prediction_head_size": 24},
+        {**_SMOOTH, "sliding_window": 5, "num_key_value_heads": 2},
+    ),
     "xlm-roberta": ({}, {"type_vocab_size": 1}, {}, {}),
 }
+BY_LAYER_TYPE = ("gemma3_text", "modernbert", "ultrabert")  # their rope_parameters hold an object for each
 NUM_CONFIGS = len(_SHAPES)
 CHOICES = 2
+
+
+def head_of(model_type: str, head: str = "TokenClassification", other: str = "SequenceClassification") -> str:
+    """This one, or where the family has none, another."""
+    return head if head in families.FAMILIES[model_type].heads else other
+
+
+def few_heads(model_type: str, hidden_size: int = 32, num_attention_heads: int = 2, **others) -> dict:
+    """Fields for so few heads, of families whose defaults are the heads of a large model."""
+    width = hidden_size // num_attention_heads
+    few = {"num_key_value_heads": num_attention_heads, "head_dim": width, "query_pre_attn_scalar": width}
+    fields = families.FAMILIES[model_type].fields
+    return {name: few[name] for name in few if name in fields and fields[name].default is not None}
 
 
 def make_config(model_type: str, index: int = 0, **changes) -> EncoderConfig:

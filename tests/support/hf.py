@@ -55,6 +55,8 @@ def place_of_head(p: dict[str, Any]) -> int:
 def hf_config(config: EncoderConfig) -> transformers.PretrainedConfig:
     theirs = transformers.CONFIG_MAPPING[config.model_type].from_dict(config.to_dict())
     theirs._attn_implementation = "eager"
+    if vars(theirs).get("use_cache"):  # decoders return what encoders have no use for
+        theirs.use_cache = False
     return theirs
 
 

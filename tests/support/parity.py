@@ -85,8 +85,10 @@ def check(
     form = config.family.heads.get(head)
     form = form if isinstance(form, ClassifierHead) else None
     last = form is not None and form.pooling_of(config) == "last"
-    if head in POOLED and not batch.real[:, -1 if last else 0].all():
-        labels = {name: batch.front(t, last) if t.dim() == 2 else t for name, t in labels.items()}
+    if form is not None and form.last_by_id:
+        their_batch = batch.with_pads(config.pad_token_id)
+    elif head in POOLED and not batch.real[:, -1 if last else 0].all():
+        labels = {name: batch.front(t, last) if t.shape == batch.real.shape else t for name, t in labels.items()}
         their_batch = batch.real_tokens_first(last)
     else:
         their_batch = batch

@@ -7,6 +7,7 @@ import string
 from pathlib import Path
 
 import torch
+from family_configs import few_heads
 from seeds import manual_seed
 
 from fastbert.config import EncoderConfig
@@ -43,7 +44,7 @@ def write_model(folder: Path, *, model_type: str = "bert", head: str = "Model", 
 def _write_model(folder: Path, model_type: str, head: str, fields: dict) -> None:
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     own = {"vocab_size": len(VOCAB), "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": 0}
-    config = EncoderConfig.of_family(model_type, **{**shape, **own, **fields})
+    config = EncoderConfig.of_family(model_type, **{**shape, **few_heads(model_type, **shape), **own, **fields})
     model_class(model_type, head)(config).save_pretrained(folder)
     write_tokenizer(folder)
 

@@ -16,6 +16,7 @@ from fastbert.checkpoint.arguments import left_over
 from fastbert.config import EncoderConfig
 from fastbert.errors import ConfigError
 from fastbert.layers.leaves import Container
+from fastbert.layers.norms import ZeroCenteredRMSNorm
 from fastbert.layers.rotary import RotaryFrequencies, RotaryTable
 from fastbert.layers.sharded import whole_beside
 from fastbert.models.hf.checkpoints import CheckpointMixin
@@ -117,6 +118,8 @@ class TheirMethods(CheckpointMixin):
         std = self.config.initializer_range
         if isinstance(module, (RotaryTable, RotaryFrequencies)):
             module.fill()
+        elif isinstance(module, ZeroCenteredRMSNorm):
+            module.weight.zero_()
         elif isinstance(module, _PRODUCTS):
             module.weight.normal_(0.0, std)
             if module.bias is not None:
