@@ -14,7 +14,7 @@ from fastbert.checkpoint.layouts import to_tree
 from fastbert.checkpoint.saving import config_of, of_one_save
 from fastbert.checkpoint.weight_files import read_weights, some
 from fastbert.config import EncoderConfig
-from fastbert.errors import CheckpointError
+from fastbert.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from fastbert.models.base import PreTrainedModel
@@ -118,6 +118,11 @@ def load_weights(
     tied = _settle_tied(model, weights, said)
     fresh = _check_shapes(own, weights, source, ignore_mismatched_sizes, said)
     common, odd = common_dtype(model, weights, in_float32) if dtype is None else (dtype, [])
+    if common is torch.float16 and model.family.overflows_float16:
+        raise ConfigError(
+            f"{source}: float16 is too narrow for {model.family.model_type}, whose hidden states leave its range; load"
+            " it with dtype='bfloat16' or 'float32'"
+        )
     if odd:
         said.append(f"converted to {common}: {some([f'{key} ({weights[key].dtype})' for key in odd])}")
         weights.update({key: weights[key].to(common) for key in odd})

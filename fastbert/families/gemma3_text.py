@@ -114,5 +114,5 @@ FAMILY = Family(
     only_values={**ONLY_VALUES, "attn_logit_softcapping": (None,), "is_causal": (True,)},
     upgrade_config=_upgrade_config, written_config=_written_config, vocabulary=NewVocabulary("bpe", gives_types=False),
     embeddings=_embeddings, layer_path="layers.{i}", layer=_LAYER, spec=_spec, norm=_norm, pooler=None,
-    final_norm="norm",
+    final_norm="norm", overflows_float16=True,
 )  # fmt: skip

@@ -337,6 +337,7 @@ class Family:
     final_norm: str | None = None
     positions_from_ids: bool = False  # RoBERTa: cumsum(ids != pad) + pad
     padding_idx: int | None = None  # the pad of that rule and of the word table, whatever pad_token_id says
+    overflows_float16: bool = False  # hidden states leave its range: no model is loaded in it
     unused: Callable[[Any], Mapping[str, tuple[int, int]]] | None = None  # Linears that no forward runs: (in, out)
 
     # The files

@@ -4,6 +4,7 @@ sentence-transformers.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import fastbert
+from fastbert.errors import ConfigError
 
 # As the files of Qwen2's tokenizer have it.
 QWEN_WORDS = (
@@ -33,6 +35,7 @@ def lines(count: int) -> list[str]:
     return found[:: len(found) // count][:count]
 
 
+@functools.cache
 def qwen_tokenizer() -> Tokenizer:
     """Byte-level BPE whose texts end in the token that is padding, too."""
     tokenizer = Tokenizer(models.BPE())
@@ -51,6 +54,7 @@ def qwen_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+@functools.cache
 def gemma_tokenizer() -> Tokenizer:
     """BPE with bytes for what it does not know, blanks as a letter, and a token at each end."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
@@ -117,6 +121,18 @@ def test_vectors_are_sentence_transformers(kind, side, tmp_path):
     assert_as_theirs(accelerated, theirs, lambda model: model.encode(TEXTS))
     found = fastbert.status(accelerated)
     assert found.packed and not found.others, found.why_not
+
+
+@pytest.mark.parametrize("load", (fastbert.SentenceEncoder, fastbert.AutoModel.from_pretrained))
+def test_float16_is_refused_where_hidden_states_leave_its_range(load, tmp_path):
+    gemma, qwen = write(tmp_path / "gemma", "gemma3_text", "left"), write(tmp_path / "qwen", "qwen3", "left")
+    for dtype in ("float16", torch.float16):
+        with pytest.raises(ConfigError, match=r"float16 is too narrow for gemma3_text.* load it with dtype='bfloat16'"):
+            load(gemma, dtype=dtype)
+    fastbert.AutoModel.from_pretrained(gemma).half().save_pretrained(tmp_path / "gemma")
+    with pytest.raises(ConfigError, match="float16 is too narrow"):
+        load(gemma)
+    assert load(gemma, dtype="bfloat16") is not None and load(qwen, dtype="float16") is not None
 
 
 @pytest.mark.parametrize("count", (500, pytest.param(10_000, marks=pytest.mark.full)))
