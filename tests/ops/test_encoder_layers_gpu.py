@@ -29,11 +29,13 @@ from fastbert.native.availability import triton_error
 pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
 
 OPS = ("encoder_layers_training", "encoder_layers_recomputing")
+_NORMS = "queries, keys or what a sublayer gives have norms, or norms a zero-centred weight"
 REFUSED = {
     "pre, some biases": "of the Linears of one product some have a bias, and others not",
     "disentangled": "attention has relative terms",
     "bias by distance": "attention has relative terms",
     "pre, disentangled": "attention has relative terms",
+    **dict.fromkeys(("qwen3", "gemma3", "post, normed heads"), _NORMS),
 }
 SERVED = [name for name in CASES if name not in REFUSED]
 STACKS = {
