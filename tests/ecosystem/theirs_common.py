@@ -33,6 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/support")]
 
 import torch
 import transformers
+from family_configs import few_heads
 from seeds import manual_seed
 
 import fastbert
@@ -85,6 +86,7 @@ class Tester:
         fields |= {"intermediate_size": 37, "max_position_embeddings": 64}
         if EncoderConfig.of_family(self.family).pad_token_id not in range(99):  # ESM's is none
             fields["pad_token_id"] = 1
+        fields = few_heads(self.family, fields["hidden_size"], fields["num_attention_heads"]) | fields
         ours = EncoderConfig.of_family(self.family, **fields)
         return transformers.CONFIG_MAPPING[self.family].from_dict(ours.to_dict())
 
