@@ -42,7 +42,7 @@ from fastbert.families import FAMILIES
 from fastbert.models.classes import CLASSES
 
 ROUTES = ("plain", "accelerated", "own")
-# (route, test) -> why it may fail there.
+# (route, or route and family; test) -> why it may fail there.
 REASONS = {
     ("accelerated", "test_can_capture_specific_layers_hidden_states"): (
         "a call that selects hidden states is transformers' own, whose padding is not zero: the test compares padding"
@@ -61,6 +61,7 @@ REASONS = {
     ("own", "test_model_weights_reload_no_missing_tied_weights"): "a folder without the layers' weights is an error",
     ("own", "test_can_init_all_missing_weights"): "the same, of a folder without any",
     ("own", "test_tp_plan_matches_params"): "a model stands on one device: there is no plan of tensor parallelism",
+    ("own gemma3_text", "test_bc_torch_dtype"): "float16 is refused: hidden states leave its range",
     ("own", "test_model_rope_scaling_from_config_1_dynamic"): "tables that depend on the longest sequence are refused",
 }
 _LACKING = {"exporters.test_export": "ExportTesterMixin", "generation.test_utils": "GenerationTesterMixin"}
@@ -88,7 +89,9 @@ class Tester:
             fields["pad_token_id"] = 1
         fields = few_heads(self.family, fields["hidden_size"], fields["num_attention_heads"]) | fields
         ours = EncoderConfig.of_family(self.family, **fields)
-        return transformers.CONFIG_MAPPING[self.family].from_dict(ours.to_dict())
+        config = transformers.CONFIG_MAPPING[self.family].from_dict(ours.to_dict())
+        config.use_cache = False  # an encoder gives no past_key_values, which the tests would compare
+        return config
 
     def prepare_config_and_inputs_for_common(self) -> tuple[transformers.PretrainedConfig, dict[str, Any]]:
         shape = self.batch_size, self.seq_length
@@ -209,7 +212,7 @@ def main() -> int:
             for test, what in found.items():
                 if what in ("passed", "skipped") or plain[test] not in ("passed", "skipped"):
                     continue
-                if (route, test) not in REASONS:
+                if not {(route, test), (f"{route} {family}", test)} & REASONS.keys():
                     unknown += 1
                     print(f"    {test}: {what[:200]}")
     return min(unknown, 1)
