@@ -103,9 +103,8 @@ class Forward(OnInstance, RunsBaseModel):
             documents = documents_of(self.plan, module.config, call_args)
             unsupported = told_unsupported or transform_unsupported()
             unsupported = unsupported or (documents if isinstance(documents, str) else None)
-            has_padding = None
-            if unsupported is None:
-                has_padding = _padding_in(call_args.get("attention_mask"), call_args.get("input_ids"))
+            mask, words = call_args.get("attention_mask"), call_args.get("input_ids")
+            has_padding = _padding_in(mask, words) if unsupported is None else None
             if has_padding is False:
                 call_args = {**call_args, "attention_mask": None}  # which all that follows looks at
             unsupported = unsupported or call_unsupported(module, self.plan, tables, call_args, options)

@@ -277,6 +277,12 @@ def table_of(spec: LayerSpec, tables: tuple[ops.Rotary, ...]) -> ops.Rotary | No
     return None if position is None else tables[ROTARIES.index(position)]
 
 
+def _add(product: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
+    """In fp32, and rounded once, as norms' kernels do it."""
+    summed = product.float() if bias is None else product.float() + bias.float()
+    return (summed + residual.float()).to(residual.dtype)
+
+
 def apart(layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU_SEQLENS, positions=None) -> torch.Tensor:
     """The layers op by op, each of which chooses its backend, for inference."""
 
@@ -296,11 +302,6 @@ def apart(layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU_S
         """A product and its bias, or the norm of both."""
         norm = layer.norms[which] if which < len(layer.norms) else None
         return (product, bias) if norm is None else (normed(product, None, *norm, bias, which=which)[0], None)
-
-    def add(product, bias, residual):
-        """In fp32, and rounded once, as norms' kernels do it."""
-        summed = product.float() if bias is None else product.float() + bias.float()
-        return (summed + residual.float()).to(x.dtype)
 
     tables = rotary_tables()
     for layer in layers:
@@ -328,7 +329,7 @@ def apart(layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU_S
         if spec.norm_first:
             inputs, x = normed(product, x, *second, bias)
         else:
-            x = add(product, bias, x)
+            x = _add(product, bias, x)
             inputs = x = x if first is None else normed(x, None, *first)[0]
         up = ups[-1]
         gate = {"gate_weight": ups[0].weight, "gate_bias": ups[0].bias} if len(ups) == 2 else {}
@@ -343,6 +344,6 @@ def apart(layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU_S
             weight_scales=[leaf.weight_scale for leaf in (*ups, down)],
             input_scales=[leaf.input_scale for leaf in (*ups, down)],
         )
-        x = add(*output(product, down.bias, 5), x)
+        x = _add(*output(product, down.bias, 5), x)
         x = x if spec.norm_first else normed(x, None, *second)[0]
     return x if final_norm is None else normed(x, None, *final_norm, 1e-5)[0]
