@@ -43,8 +43,9 @@ struct Int8Dot {
 // what is there if `accumulate`. Strides are in bytes: a matrix as it lies has steps 4 apart, a packed panel serves as
 // its own transpose with rows 4 and steps kStepBytes apart. Each step also asks for kFetch cache lines from `fetch` on:
 // what is needed next comes into the second-level cache while the vector units are busy. Rows of `sums` are kSumBytes
-// apart.
-template <typename Dot, int kRows, int kVectors, int kFetch = 0, int64_t kSumBytes = kStepBytes>
+// apart, and so are the panel's steps kPanelBytes.
+template <typename Dot, int kRows, int kVectors, int kFetch = 0, int64_t kSumBytes = kStepBytes,
+          int64_t kPanelBytes = kStepBytes>
 FASTBERT_SIMD void tile(const char* a, int64_t row_stride, int64_t step_stride, const char* panel, int64_t steps,
                         bool accumulate, char* sums, const char* fetch = nullptr) {
   using Sum = typename Dot::Sum;
@@ -56,7 +57,7 @@ FASTBERT_SIMD void tile(const char* a, int64_t row_stride, int64_t step_stride, 
     for (int line = 0; line < kFetch; ++line) __builtin_prefetch(fetch + (step * kFetch + line) * 64, 0, 2);
     Ints b[kVectors];
     for (int v = 0; v < kVectors; ++v) {
-      b[v] = load(reinterpret_cast<const int32_t*>(panel + step * kStepBytes) + v * kWidth);
+      b[v] = load(reinterpret_cast<const int32_t*>(panel + step * kPanelBytes) + v * kWidth);
     }
     for (int r = 0; r < kRows; ++r) {
       const char* x = a + r * row_stride + step * step_stride;
@@ -74,7 +75,7 @@ FASTBERT_SIMD void tile(const char* a, int64_t row_stride, int64_t step_stride, 
 
 // As tile, for `columns` (rounded up to what a tile has) of the panel, and with `lines` (0, 1, 2 or 4) cache lines
 // fetched a step where a tile has the panel's width.
-template <typename Dot, int kRows, int64_t kSumBytes = kStepBytes>
+template <typename Dot, int kRows, int64_t kSumBytes = kStepBytes, int64_t kPanelBytes = kStepBytes>
 void tile_row(const char* a, int64_t row_stride, int64_t step_stride, const char* panel, int64_t steps, int64_t columns,
               bool accumulate, char* sums, int64_t lines, const char* fetch) {
   constexpr int64_t kColumns = kTileVectors * kWidth;
@@ -93,12 +94,12 @@ void tile_row(const char* a, int64_t row_stride, int64_t step_stride, const char
     }
   }
   for (int64_t c = 0; c < columns; c += kColumns) {
-    tile<Dot, kRows, kTileVectors, 0, kSumBytes>(a, row_stride, step_stride, panel + c * 4, steps, accumulate,
-                                                 sums + c * 4);
+    tile<Dot, kRows, kTileVectors, 0, kSumBytes, kPanelBytes>(a, row_stride, step_stride, panel + c * 4, steps,
+                                                              accumulate, sums + c * 4);
   }
 }
 
-template <typename Dot, int64_t kSumBytes = kStepBytes>
+template <typename Dot, int64_t kSumBytes = kStepBytes, int64_t kPanelBytes = kStepBytes>
 FASTBERT_SIMD void tile_rows(int64_t rows, const char* a, int64_t row_stride, int64_t step_stride, const char* panel,
                              int64_t steps, int64_t columns, bool accumulate, char* sums, int64_t lines = 0,
                              const char* fetch = nullptr) {
@@ -110,23 +111,23 @@ FASTBERT_SIMD void tile_rows(int64_t rows, const char* a, int64_t row_stride, in
   }
   switch (rows) {
     case 1:
-      return tile_row<Dot, 1, kSumBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines,
-                                         fetch);
+      return tile_row<Dot, 1, kSumBytes, kPanelBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate,
+                                                      sums, lines, fetch);
     case 2:
-      return tile_row<Dot, 2, kSumBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines,
-                                         fetch);
+      return tile_row<Dot, 2, kSumBytes, kPanelBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate,
+                                                      sums, lines, fetch);
     case 3:
-      return tile_row<Dot, 3, kSumBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines,
-                                         fetch);
+      return tile_row<Dot, 3, kSumBytes, kPanelBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate,
+                                                      sums, lines, fetch);
     case 4:
-      return tile_row<Dot, 4, kSumBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines,
-                                         fetch);
+      return tile_row<Dot, 4, kSumBytes, kPanelBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate,
+                                                      sums, lines, fetch);
     case 5:
-      return tile_row<Dot, 5, kSumBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines,
-                                         fetch);
+      return tile_row<Dot, 5, kSumBytes, kPanelBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate,
+                                                      sums, lines, fetch);
     default:
-      return tile_row<Dot, 6, kSumBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines,
-                                         fetch);
+      return tile_row<Dot, 6, kSumBytes, kPanelBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate,
+                                                      sums, lines, fetch);
   }
 }
 

@@ -48,6 +48,7 @@ def load_peer(checkpoint: Path, dtype: torch.dtype, attention: str) -> Any:
     model_class: Any = AutoModel._model_mapping[type(AutoConfig.from_pretrained(checkpoint))]
     attention = attention if model_class._supports_sdpa else "eager"
     model = AutoModel.from_pretrained(checkpoint, dtype=dtype, attn_implementation=attention).eval()
+    model.config.use_cache = False  # of decoders, which would keep keys and values
     if getattr(model, "pooler", None) is not None:
         model.pooler = None
     return model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,30 @@ class _LastHiddenState(nn.Module):
         self.model = load_peer(job.checkpoint, torch.float32, attention)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        out: torch.Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        config = self.model.config
+        is_decoder = config.model_type in ("qwen3", "gemma3_text")
+        mask = decoder_masks(config, input_ids, attention_mask) if is_decoder else attention_mask
+        out: torch.Tensor = self.model(input_ids=input_ids, attention_mask=mask).last_hidden_state
         return out
+
+
+def decoder_masks(config: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> dict[str, Any]:
+    """What transformers' decoders make of a mask, a kind of layer each, in operations that exporters know, as its own
+    code is not. None where every token sees every other one.
+    """
+    column = torch.arange(input_ids.shape[1])
+    behind = (column[:, None] - column)[None, None]  # how far a key is behind the query
+    both_ways, masks = getattr(config, "use_bidirectional_attention", False), {}
+    for kind in dict.fromkeys(config.layer_types):
+        rules = [] if both_ways else [behind >= 0]
+        if kind == "sliding_attention":
+            rules.append(behind.abs() < config.sliding_window)
+        if attention_mask is not None:
+            rules.append(attention_mask[:, None, None, :].bool())
+        hidden = reduce(torch.logical_and, rules).logical_not() if rules else None
+        lowest = torch.finfo(torch.float32).min
+        masks[kind] = None if hidden is None else torch.zeros(hidden.shape).masked_fill(hidden, lowest)
+    return masks
 
 
 def _example(job: BenchJob) -> dict[str, torch.Tensor]:

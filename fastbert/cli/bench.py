@@ -29,8 +29,8 @@ _BELONGS: dict[str, tuple[str, ...]] = {
     "column": ("--corpus",),
     "delimiter": ("--corpus",),
 }
-OTHERS = "albert-base, bert-large, bge-small, deberta-v3-base, distilbert-base, electra-base, minilm, modernbert-base"
-OTHERS += ", mpnet-base, nomic-base, tiny"
+OTHERS = "albert-base, bert-base-2048, bert-large, bge-small, deberta-v3-base, distilbert-base, electra-base"
+OTHERS += ", embeddinggemma-6-layers, minilm, modernbert-base, mpnet-base, nomic-base, qwen3-0.6b-2-layers, tiny"
 
 
 def add(commands: Any) -> None:
@@ -62,7 +62,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--workloads",
         metavar="W,W",
-        help="1x16, 1x128, 8x128, 4x512, 32-ragged, 1x8192; default: all that the model has positions for",
+        help="1x16, 1x128, 8x128, 4x512, 32-ragged, 1x2048, 1x8192; default: all that the model has positions for",
     )
     parser.add_argument("--contestants", metavar="C,C", default="all", help="which engines are timed; default: all")
     parser.add_argument(

@@ -74,6 +74,7 @@ WORKLOADS = (
     Workload("8x128", (128,) * 8),
     Workload("4x512", (512,) * 4),
     Workload("32-ragged", RAGGED_32.lengths),
+    Workload("1x2048", (2048,)),
     Workload("1x8192", (8192,)),
 )
 
@@ -89,6 +90,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size": 3072,
     },
     "bert-base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
+    "bert-base-2048": {
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 2048,
+    },
     "bert-large": {
         "hidden_size": 1024,
         "num_hidden_layers": 24,
@@ -116,6 +124,21 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 6,
         "num_attention_heads": 12,
         "intermediate_size": 3072,
+    },
+    # Six of 24 layers, with one of each kind of attention among them, and a smaller word table: a rate is a layer's.
+    "embeddinggemma-6-layers": {
+        "model_type": "gemma3_text",
+        "vocab_size": 32000,
+        "hidden_size": 768,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "intermediate_size": 1152,
+        "sliding_window": 512,
+        "use_bidirectional_attention": True,
+        "max_position_embeddings": 2048,
     },
     "electra-base": {
         "model_type": "electra",
@@ -150,6 +173,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 12,
         "num_attention_heads": 12,
         "intermediate_size": 3072,
+        "max_position_embeddings": 2048,
+    },
+    # Two of Qwen3-Embedding-0.6B's 28, which are all alike: an ONNX file of all is over the format's 2 GB.
+    "qwen3-0.6b-2-layers": {
+        "model_type": "qwen3",
+        "vocab_size": 32000,
+        "hidden_size": 1024,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         "max_position_embeddings": 2048,
     },
     "tiny": {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512},
