@@ -68,6 +68,21 @@ template <typename Dot>
 FASTBERT_SIMD void tile_part(const Part& part, const RowTiles& tiles, int64_t index, int64_t columns, bool accumulate,
                              char* sums) {
   const char* x = part.x + tiles.begin(index) * part.x_stride;
+  constexpr int64_t kColumns = kTileVectors * kWidth, kProducts = kPanel / kColumns;
+  if constexpr (kProducts > 1) {  // which ask in turn for an equal share of the lines that come next
+    const int64_t lines = part.steps * kStepBytes / 64, shares = tiles.count * kProducts;
+    const int64_t fetches = tiles.count > 1 ? (lines + shares - 1) / shares : 0;
+    const char* next = part.next + index * kProducts * fetches * 64;
+    for (int64_t c = 0; c < columns; c += kColumns) {
+      for (int64_t i = 0; i < fetches; ++i, next += 64) __builtin_prefetch(next, 0, 2);
+      for (int64_t step = 0; step == 0 || step < part.steps; step += kGemmChain<Dot>) {
+        const int64_t count = std::min(part.steps - step, kGemmChain<Dot>);
+        tile_rows<Dot>(tiles.size(index), x + step * 4, part.x_stride, 4, part.panel + step * kStepBytes + c * 4, count,
+                       kColumns, accumulate || step > 0, sums + c * 4);
+      }
+    }
+    return;
+  }
   const bool fetches_own = std::is_same_v<Dot, Float32Dot> && tiles.count == 1;
   const Fetch fetch = fetches_own ? Fetch{4, 0} : Fetch::of(index, tiles.count);
   for (int64_t step = 0; step == 0 || step < part.steps; step += kGemmChain<Dot>) {
@@ -77,37 +92,6 @@ FASTBERT_SIMD void tile_part(const Part& part, const RowTiles& tiles, int64_t in
         fetches_own ? panel + kFetchAhead : part.next + (fetch.before * part.steps + step * fetch.lines) * 64;
     tile_rows<Dot>(tiles.size(index), x + step * 4, part.x_stride, 4, panel, count, columns, accumulate || step > 0,
                    sums, fetch.lines, next);
-  }
-}
-
-// Where a tile is narrower than a panel, many rows pass by one strip of it after the other, as wide as a tile and
-// copied so that its steps lie side by side: what is needed again is then in the first-level cache, of which steps a
-// panel's width apart meet a quarter only. The copy takes as long as a third of a tile; AVX2 (Zen 3), 192 rows: 0.94 of
-// the time in all. Sums are added in the same order.
-template <typename Dot>
-constexpr int64_t kStripTiles = kTileVectors * kWidth < kPanel ? 8 : INT64_MAX;
-
-template <typename Dot>
-FASTBERT_SIMD void strips_part(const Part& part, const RowTiles& tiles, int64_t columns, bool accumulate, char* sums) {
-  constexpr int64_t kColumns = kTileVectors * kWidth, kBytes = kColumns * 4;
-  static thread_local Scratch memory;
-  char* const strips = memory.get(part.steps * kStepBytes);
-  for (int64_t step = 0; step < part.steps; ++step) {
-    for (int64_t c = 0; c < kPanel; c += kWidth) {
-      const Ints x = load(reinterpret_cast<const int32_t*>(part.panel + step * kStepBytes) + c);
-      store(reinterpret_cast<int32_t*>(strips + (c / kColumns * part.steps + step) * kBytes) + c % kColumns, x);
-    }
-  }
-  for (int64_t c = 0; c < columns; c += kColumns) {
-    const char* strip = strips + c / kColumns * part.steps * kBytes;
-    for (int64_t i = 0; i < tiles.count; ++i) {
-      const int64_t row = tiles.begin(i);
-      for (int64_t step = 0; step == 0 || step < part.steps; step += kGemmChain<Dot>) {
-        tile_rows<Dot, kStepBytes, kBytes>(tiles.size(i), part.x + row * part.x_stride + step * 4, part.x_stride, 4,
-                                           strip + step * kBytes, std::min(part.steps - step, kGemmChain<Dot>),
-                                           kColumns, accumulate || step > 0, sums + row * kStepBytes + c * 4);
-      }
-    }
   }
 }
 
@@ -180,14 +164,12 @@ void gemm_panels(const GemmArgs& args, const Work& work, int64_t row_begin, int6
         const char* panel = panel_begin + step * kStepBytes;
         const Part part{rows.data + step * 4, rows.stride, panel, count,
                         last && p + 1 == end && next != nullptr ? next : panel + count * kStepBytes};
-        const bool in_strips = tiles.count >= kStripTiles<Dot>;
-        if (in_strips) strips_part<Dot>(part, tiles, columns, !first, sums);
         for (int64_t i = 0; i < tiles.count; ++i) {
           const int64_t row = tiles.begin(i);
           char* tile_sums = sums + row * kStepBytes;
           if constexpr (kUsesAmx<Dot>) {
             amx_part<Dot>(amx, part, tiles, i, columns, !first, tile_sums);
-          } else if (!in_strips) {
+          } else {
             tile_part<Dot>(part, tiles, i, columns, !first, tile_sums);
           }
           if (!last) continue;
