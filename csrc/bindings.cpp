@@ -20,6 +20,7 @@
 #include "ops/feed_forward.h"
 #include "ops/layer_norm.h"
 #include "ops/linear.h"
+#include "ops/maxsim.h"
 #include "ops/normalize.h"
 #include "ops/packed_only.h"
 #include "ops/packed_weights.h"
@@ -49,6 +50,8 @@ STABLE_TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
   m.impl("linear_bwd_cpu", fastbert::boxed_operator<&fastbert::linear_bwd_cpu>);
   m.impl("feed_forward_bwd_cpu", fastbert::boxed_operator<&fastbert::feed_forward_bwd_cpu>);
   m.impl("feed_forward_cpu", fastbert::boxed_operator<&fastbert::feed_forward_cpu>);
+  m.impl("maxsim_bwd_cpu", fastbert::boxed_operator<&fastbert::maxsim_bwd_cpu>);
+  m.impl("maxsim_fwd_cpu", fastbert::boxed_operator<&fastbert::maxsim_fwd_cpu>);
   m.impl("normalize_cpu", fastbert::boxed_operator<&fastbert::normalize_cpu>);
   m.impl("pack_only_cpu", fastbert::boxed_operator<&fastbert::pack_only_cpu>);
   m.impl("pooling_bwd_cpu", fastbert::boxed_operator<&fastbert::pooling_bwd_cpu>);

@@ -1,4 +1,4 @@
-// A product's left side in its weight's format, for one ISA; included by gemm_body.h.
+// A product's left side in its weight's format, for one ISA; included by gemm_body.h and maxsim_body.h.
 
 // The rows of x as the tiles read them: in the weight's format, or where they lie if they are that already.
 struct Rows {
@@ -89,11 +89,6 @@ void convert_typed(const RowsArg& x, int64_t begin, int64_t end, const PackedWei
   } else {
     widen_rows(from, x.stride, rows, k, stride, weight.format, out + begin * stride);
   }
-}
-
-void convert_rows(const RowsArg& x, int64_t begin, int64_t end, const PackedWeight& weight, char* out, float* scales) {
-  x.dtype == DType::kFloat32 ? convert_typed<float>(x, begin, end, weight, out, scales)
-                             : convert_typed<BFloat16>(x, begin, end, weight, out, scales);
 }
 
 // A product's left side in the weight's format. Its memory is the thread's own.

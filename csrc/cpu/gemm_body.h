@@ -77,8 +77,8 @@ FASTBERT_SIMD void tile_part(const Part& part, const RowTiles& tiles, int64_t in
       for (int64_t i = 0; i < fetches; ++i, next += 64) __builtin_prefetch(next, 0, 2);
       for (int64_t step = 0; step == 0 || step < part.steps; step += kGemmChain<Dot>) {
         const int64_t count = std::min(part.steps - step, kGemmChain<Dot>);
-        tile_rows<Dot>(tiles.size(index), x + step * 4, part.x_stride, 4, part.panel + step * kStepBytes + c * 4, count,
-                       kColumns, accumulate || step > 0, sums + c * 4);
+        tile_rows<Dot>(tiles.size(index), x + step * kRowStep<Dot>, part.x_stride, 4,
+                       part.panel + step * kStepBytes + c * 4, count, kColumns, accumulate || step > 0, sums + c * 4);
       }
     }
     return;
@@ -162,7 +162,7 @@ void gemm_panels(const GemmArgs& args, const Work& work, int64_t row_begin, int6
         const bool last = product == target.num_addends && step + kSteps >= steps;
         const int64_t count = std::min(kSteps, steps - step);
         const char* panel = panel_begin + step * kStepBytes;
-        const Part part{rows.data + step * 4, rows.stride, panel, count,
+        const Part part{rows.data + step * kRowStep<Dot>, rows.stride, panel, count,
                         last && p + 1 == end && next != nullptr ? next : panel + count * kStepBytes};
         for (int64_t i = 0; i < tiles.count; ++i) {
           const int64_t row = tiles.begin(i);
@@ -202,6 +202,26 @@ void run_panels(const GemmArgs& args, const Work& work, int64_t row_begin, int64
   }
 }
 
+void convert_rows(const RowsArg& x, int64_t begin, int64_t end, const PackedWeight& weight, char* out, float* scales) {
+  x.dtype == DType::kFloat32 ? convert_typed<float>(x, begin, end, weight, out, scales)
+                             : convert_typed<BFloat16>(x, begin, end, weight, out, scales);
+}
+
+// Rows in bytes as the tiles read them, where these are wider.
+template <typename Wide>
+Rows widened(const Rows& x, int64_t rows, const PackedWeight& weight, [[maybe_unused]] Scratch& memory) {
+  if constexpr (Wide::kIsUsed) {
+    if (weight.format != DType::kInt8) return x;
+    const int64_t count = row_bytes(weight.format, weight.in_features);
+    char* out = memory.get(rows * 2 * count);
+    for (int64_t r = 0; r < rows; ++r) {
+      Wide::widen(reinterpret_cast<const uint8_t*>(x.data + r * x.stride), count, out + r * 2 * count);
+    }
+    return {out, 2 * count, x.scale};
+  }
+  return x;
+}
+
 // Of the panels [begin, end) of a target, in memory that is written anew.
 Channels channels_of(const GemmTarget& target, int64_t begin, int64_t end, std::vector<float>& memory) {
   const int64_t first_column = begin * kPanel, columns = (end - begin) * kPanel;
@@ -234,7 +254,7 @@ void run_pairs(const GemmArgs& args, const Work& gate, const Work& up, int64_t r
 
 void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
   static thread_local Prepared prepared, prepared_gate;
-  static thread_local Scratch sums, gates;
+  static thread_local Scratch sums, gates, wide, wide_gate;
   static thread_local std::deque<Prepared> prepared_addends;
   static thread_local std::vector<float> channels, gate_channels;
   const int64_t rows = row_end - row_begin;
@@ -250,7 +270,7 @@ void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t pane
     if (begin >= end) continue;
     const char* next = first >= panel_end ? args.next : nullptr;
     if (last == nullptr || !takes_same_rows(*last, weight)) {
-      x = prepared.prepare(args.x, row_begin, rows, weight);
+      x = widened<WideBytes>(prepared.prepare(args.x, row_begin, rows, weight), rows, weight, wide);
       last = &weight;
     }
     std::vector<Rows> addends;
@@ -268,7 +288,8 @@ void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t pane
     work.gate = reinterpret_cast<float*>(gates.get(rows * kStepBytes));
     Work gate{*target.gate, x, nullptr, channels_of(*target.gate, begin, end, gate_channels), Pair::kGate, work.gate};
     if (!takes_same_rows(weight, gate.target.weight)) {
-      gate.x = prepared_gate.prepare(args.x, row_begin, rows, gate.target.weight);
+      const PackedWeight& of_gate = gate.target.weight;
+      gate.x = widened<WideBytes>(prepared_gate.prepare(args.x, row_begin, rows, of_gate), rows, of_gate, wide_gate);
     }
     run_pairs(args, gate, work, row_begin, row_end, begin, end, next, sums);
   }

@@ -6,6 +6,9 @@ using Ints = __m512i;
 typedef uint64_t Longs __attribute__((vector_size(64)));
 constexpr int64_t kWidth = 16;
 constexpr int64_t kTileVectors = 4;  // of a tile's width: 6 x 4 sums, 4 operands and a broadcast fit 32 registers
+struct WideBytes {
+  static constexpr bool kIsUsed = false;
+};
 #if defined(FASTBERT_BF16)
 constexpr bool kHasBf16 = true;
 #else

@@ -180,6 +180,21 @@ def token_positions(cu_seqlens, total_tokens):
     return (token - offsets.index_select(0, sequence)) * (token < offsets[-1])
 
 
+# Tokens of the longest chain of additions: beyond a few hundred, fp32 loses more than the formula's pairwise sum does.
+_CHUNK = 64
+
+
+def sequence_sums(x, sequence, batch_size):
+    """(total_tokens, ...) -> (batch_size, ...): a sequence's rows added up chunk by chunk, then its chunks."""
+    total_tokens = x.shape[0]
+    # Neither a token's chunk nor its sequence ever falls, so their sum is another one in every part of a sequence.
+    part = torch.arange(total_tokens, device=x.device) // _CHUNK + sequence
+    num_parts = total_tokens // _CHUNK + batch_size
+    parts = x.new_zeros(num_parts, *x.shape[1:]).index_add(0, part, x)
+    owner = sequence.new_zeros(num_parts).scatter(0, part, sequence)
+    return x.new_zeros(batch_size, *x.shape[1:]).index_add(0, owner, parts)
+
+
 def attention_slots(indices, cu_seqlens, max_seqlen, seqlen):
     """The index of a sequence's own tokens, (batch, max_seqlen, max_seqlen, heads), in the attention of a padded grid,
     (batch, heads, seqlen + 1, seqlen + 1): slots beyond a sequence's length are in the spare row and column.

@@ -17,7 +17,7 @@ from fastbert.ops._common import (
     needs_grad,
     triton_unsupported,
 )
-from fastbert.ops.packing import check_offsets_on_cpu, int32_offsets, token_sequences
+from fastbert.ops.packing import check_offsets_on_cpu, int32_offsets, sequence_sums, token_sequences
 
 MODES = ("mean", "cls", "max")
 
@@ -52,21 +52,6 @@ _BWD = {
 }
 
 
-# Tokens of the longest chain of additions: beyond a few hundred, fp32 loses more than the formula's pairwise sum does.
-_CHUNK = 64
-
-
-def _sequence_sums(x, sequence, batch_size):
-    """(total_tokens, ...) -> (batch_size, ...): a sequence's rows added up chunk by chunk, then its chunks."""
-    total_tokens = x.shape[0]
-    # Neither a token's chunk nor its sequence ever falls, so their sum is another one in every part of a sequence.
-    part = torch.arange(total_tokens, device=x.device) // _CHUNK + sequence
-    num_parts = total_tokens // _CHUNK + batch_size
-    parts = x.new_zeros(num_parts, *x.shape[1:]).index_add(0, part, x)
-    owner = sequence.new_zeros(num_parts).scatter(0, part, sequence)
-    return x.new_zeros(batch_size, *x.shape[1:]).index_add(0, owner, parts)
-
-
 def _pooling_torch(hidden_states, cu_seqlens, mode):
     total_tokens, hidden_size = hidden_states.shape
     check_offsets_on_cpu("pooling", cu_seqlens, total_tokens)
@@ -81,7 +66,7 @@ def _pooling_torch(hidden_states, cu_seqlens, mode):
     sequence, inside = token_sequences(cu_seqlens, total_tokens)
     if mode == "mean":
         real = torch.where(inside[:, None], at_least_fp32(hidden_states), 0.0)
-        return (_sequence_sums(real, sequence, batch_size) / lengths.clamp(min=1)).to(hidden_states.dtype)
+        return (sequence_sums(real, sequence, batch_size) / lengths.clamp(min=1)).to(hidden_states.dtype)
     real = torch.where(inside[:, None], hidden_states, -math.inf)
     index = sequence[:, None].expand_as(hidden_states)
     # Not from zeros: scatter_reduce's backward shares the gradient with what it starts from, where that is the maximum.

@@ -300,3 +300,15 @@ def pooling(hidden_states, cu_seqlens, mode):
         else:
             rows.append(tokens.amax(0))
     return torch.stack(rows)
+
+
+def maxsim(queries, cu_seqlens_q, documents, cu_seqlens_d):
+    """(queries, documents); -1e9 where a document has no token."""
+    rows = []
+    for start, stop in pairwise(cu_seqlens_q.tolist()):
+        q, row = queries[start:stop], []
+        for first, last in pairwise(cu_seqlens_d.tolist()):
+            products = q @ documents[first:last].T
+            row.append(products.max(1).values.sum() if last > first else q.new_tensor(-1e9))
+        rows.append(torch.stack(row))
+    return torch.stack(rows)

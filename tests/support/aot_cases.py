@@ -90,6 +90,30 @@ def layer_norm_cases() -> Iterator[Case]:
         yield Case("layer_norm._add_shares_kernel", dtype, types, constants, 4, wide_loads=1, variant=variant)
 
 
+def head_norm_cases() -> Iterator[Case]:
+    """Norms of heads, each a row: of 128 columns (Qwen3), and of 256 by 1 + weight, a sum in fp32 (Gemma 3)."""
+    from fastbert.kernels import layer_norm
+
+    for width, vectors in ((128, "bf16"), (256, "fp32")):
+        stats = {"mean_ptr": "*fp32", "rstd_ptr": "*fp32", "hidden_size": "i32", "threshold": "i64", "scale": "fp32"}
+        block_n, num_warps = layer_norm.row_tile(width)
+        types = dict.fromkeys(("x_ptr", "out_ptr", "summed_ptr"), "*bf16")
+        types |= {"weight_ptr": f"*{vectors}", "eps": "fp32"}
+        absent = dict.fromkeys(("x_bias_ptr", "residual_ptr", "bias_ptr", "philox_ptr"))
+        constants = dict.fromkeys(("HAS_X_BIAS", "HAS_RESIDUAL", "HAS_BIAS", "HAS_DROPOUT", "RETURN_SUM"), False)
+        constants |= {"RETURN_STATS": True, "IS_RMS": True, "BLOCK_N": block_n, **absent}
+        kernel, variant = "layer_norm._add_layer_norm_fwd_kernel", f"head-rms-{width}-vectors-{vectors}"
+        wide = 2 if width == 256 else 0  # a warp has four numbers a thread of 128
+        yield Case(kernel, "bf16", types | stats, constants, num_warps, wide, variant=variant)
+        block_m, block_n, num_warps = layer_norm._bwd_tile(width)
+        types = dict.fromkeys(("dout_ptr", "summed_ptr", "dx_ptr", "dsummed_ptr"), "*bf16")
+        types |= {"weight_ptr": f"*{vectors}", "shares_ptr": "*fp32", "total_tokens": "i32"}
+        constants = dict.fromkeys(("HAS_DSUM", "HAS_X_BIAS", "HAS_DROPOUT"), False) | {"IS_RMS": True}
+        constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "dsum_ptr": None, "philox_ptr": None}
+        kernel = "layer_norm._add_layer_norm_bwd_kernel"
+        yield Case(kernel, "bf16", types | stats, constants, num_warps, 2, variant=variant)
+
+
 _STRIDES = [f"stride_{name}{axis}" for name in "qkvd" for axis in "th"] + ["stride_gt"]
 
 
@@ -104,6 +128,7 @@ def attention_cases() -> Iterator[Case]:
         ("bf16", 96, 64, "plain"), ("bf16", 128, 64, "dropout"), ("bf16", 256, 32, "dropout"),
         ("fp16", 64, 128, "plain"), ("fp32", 64, 32, "dropout"), ("fp32", 128, 16, "plain"),
         ("bf16", 64, 128, "grouped"), ("bf16", 64, 16, "grouped"), ("bf16", 128, 64, "grouped"),
+        ("bf16", 256, 32, "grouped"), ("bf16", 256, 32, "window"),
         ("bf16", 64, 128, "positions"), ("fp32", 64, 32, "positions"),
     ]  # fmt: skip
     matrices = ("q_ptr", "k_ptr", "v_ptr", "dout_ptr", "out_ptr", "dq_ptr", "dk_ptr", "dv_ptr")
@@ -263,6 +288,7 @@ def merging_cases() -> Iterator[Case]:
 
 
 def all_cases() -> list[Case]:
-    mine = [*layer_norm_cases(), *attention_cases(), *tiles_cases(), *rotary_cases(), *feed_forward_cases()]
+    mine = [*layer_norm_cases(), *head_norm_cases(), *attention_cases(), *tiles_cases(), *rotary_cases()]
     others = (*embedding_cases(HIDDEN_SIZE), *relative_cases())
-    return [*mine, *cross_entropy_cases(), *adamw_cases(), *merging_cases(), *(Case(**case) for case in others)]
+    mine += [*feed_forward_cases(), *cross_entropy_cases(), *adamw_cases(), *merging_cases()]
+    return [*mine, *(Case(**case) for case in others)]

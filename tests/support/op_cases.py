@@ -202,6 +202,27 @@ def pooling(draw: Draw, backend: str, dtype: torch.dtype):
     return case, torch.arange(len(lengths.lengths)), groups_of(lengths)
 
 
+def maxsim(draw: Draw, backend: str, dtype: torch.dtype):
+    of_queries, of_documents, width = draw_lengths(draw, 40), draw_lengths(draw), draw.choice(SIZES)
+    offsets = (of_queries.cu_seqlens, of_documents.cu_seqlens)
+    counts, pairs = (len(of_queries.lengths), len(of_documents.lengths)), None
+    if draw.flag():
+        pairs = torch.tensor([[draw.integer(0, n - 1) for n in counts] for _ in range(draw.integer(0, 5))])
+        pairs = pairs.reshape(-1, 2).T
+    draw.note(f"{of_queries}, {of_documents}, pairs {pairs}")
+
+    def op(queries, documents):
+        return ops.maxsim(queries, offsets[0], documents, offsets[1], pairs=pairs, backend=backend)
+
+    def formula(queries, documents):
+        scores = reference.maxsim(queries, offsets[0], documents, offsets[1])
+        return scores if pairs is None else scores[*pairs]
+
+    shapes = {"queries": (of_queries.total_tokens, width), "documents": (of_documents.total_tokens, width)}
+    # Where products are equal but for rounding, which one is the largest is chance, and with it whose is the gradient.
+    return Case(op, formula, shapes, dtype, has_means=False), None, None
+
+
 def normalize(draw: Draw, backend: str, dtype: torch.dtype):
     rows, width = draw.choice((1, 0, 2, 3, 17, 33)), draw.choice(SIZES)
     groups = torch.arange(rows)
@@ -285,6 +306,7 @@ OPS = {
     "cross_entropy": Op(cross_entropy, (*OF_FLOATS, "triton")),
     "sequence_cross_entropy": Op(sequence_cross_entropy),
     "pooling": Op(pooling, (*WITHOUT_PRODUCTS, "triton")),
+    "maxsim": Op(maxsim, OF_FLOATS),
     "normalize": Op(normalize),
     "pack_and_unpack": Op(pack_and_unpack, ("triton",)),
     "dropout": Op(dropout, (*WITHOUT_PRODUCTS, "triton")),

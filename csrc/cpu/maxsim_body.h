@@ -1,0 +1,199 @@
+// MaxSim for one ISA; included by maxsim.cpp through foreach_isa.h.
+//
+// Documents' tokens are rows and queries' tokens columns of a product. Of a block of rows and a panel the sums stay in
+// the first-level cache, where the largest of each column is taken, row by row: nothing of tokens x tokens is written,
+// and no vector is added up across its lanes.
+#include "../include/gemm_tile.h"
+#include "convert_body.h"
+
+constexpr int64_t kMaxSimRows = 96;  // of a block: 24 KB of sums
+
+typedef int32_t Lanes __attribute__((vector_size(kWidth * 4)));
+typedef float FloatLanes __attribute__((vector_size(kWidth * 4)));
+
+// Steps of one chain of additions, as products have it (gemm_body.h).
+template <typename Dot>
+constexpr int64_t kMaxSimChain = std::is_same_v<Dot, Float32Dot> ? 256 : INT64_MAX;
+
+// sums (rows, kPanel) = rows of x times `columns` of the panel.
+template <typename Dot>
+void maxsim_product(int64_t rows, const Rows& x, const char* panel, int64_t steps, int64_t columns, char* sums) {
+  int64_t whole = 0;
+  if constexpr (kUsesAmx<Dot>) {
+    whole = steps / kAmxSteps * kAmxSteps;
+    if (whole > 0) {
+      AmxTiles amx;
+      amx.product<Dot>(rows, x.data, x.stride, panel, whole, columns, false, sums);
+    }
+    if (whole == steps) return;
+  }
+  for (int64_t row = 0; row < rows;) {
+    int64_t height = std::min<int64_t>(kTileRows, rows - row);
+    // A query of 32 tokens fills half a panel: twice the rows then, where a tile has the panel's width.
+    constexpr bool kHasNarrow = kTileVectors * kWidth == kPanel;
+    const bool narrow = kHasNarrow && columns <= kPanel / 2 && rows - row >= 2 * kTileRows;
+    if (narrow) height = 2 * kTileRows;
+    for (int64_t step = whole; step == whole || step < steps; step += kMaxSimChain<Dot>) {
+      const int64_t count = std::min(steps - step, kMaxSimChain<Dot>);
+      const char *from = x.data + row * x.stride + step * 4, *of_panel = panel + step * kStepBytes;
+      char* to = sums + row * kStepBytes;
+      if (narrow) {
+        if constexpr (kHasNarrow) {
+          tile<Dot, 2 * kTileRows, kTileVectors / 2>(from, x.stride, 4, of_panel, count, step > 0, to);
+        }
+      } else {
+        tile_rows<Dot>(height, from, x.stride, 4, of_panel, count, columns, step > 0, to);
+      }
+    }
+    row += height;
+  }
+}
+
+// The larger of `best` and of rows of `sums`, for `columns`; `winners` says which row it was, the first of several, and
+// the first is `row`. A NaN is larger than any number.
+template <bool kWinners>
+void take_largest(const char* sums, int64_t rows, const float* scales, int64_t columns, int32_t row, float* best,
+                  int32_t* winners) {
+  constexpr int kVectors = 2;  // side by side, since each row waits for the one before
+  for (int64_t c = 0; c < columns; c += kVectors * kWidth) {
+    FloatLanes top[kVectors];
+    [[maybe_unused]] Lanes winner[kVectors];
+    for (int v = 0; v < kVectors; ++v) top[v] = (FloatLanes)load(best + c + v * kWidth);
+    if constexpr (kWinners) {
+      for (int v = 0; v < kVectors; ++v) winner[v] = (Lanes)load(winners + c + v * kWidth);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      const auto* of_row = reinterpret_cast<const float*>(sums + r * kStepBytes) + c;
+      for (int v = 0; v < kVectors; ++v) {
+        auto x = (FloatLanes)load(of_row + v * kWidth);
+        if (scales != nullptr) x = x * (FloatLanes)set1(scales[r]);
+        const Lanes takes = (x > top[v]) | (x != x);
+        top[v] = (FloatLanes)(((Lanes)x & takes) | ((Lanes)top[v] & ~takes));
+        if constexpr (kWinners) {
+          winner[v] = ((Lanes)set1(row + static_cast<int32_t>(r)) & takes) | (winner[v] & ~takes);
+        }
+      }
+    }
+    for (int v = 0; v < kVectors; ++v) store(best + c + v * kWidth, (Floats)top[v]);
+    if constexpr (kWinners) {
+      for (int v = 0; v < kVectors; ++v) store(winners + c + v * kWidth, (Ints)winner[v]);
+    }
+  }
+}
+
+// Rows [row, row + count) of the documents as the product takes them. Bytes are whole numbers in any format, and their
+// scales wait for the sums.
+Rows maxsim_rows(const MaxSimFwd& args, int64_t row, int64_t count, Prepared& prepared) {
+  const RowsArg& x = args.documents;
+  if (x.dtype != DType::kInt8) {
+    PackedWeight weight{};
+    weight.format = args.format;
+    weight.in_features = args.width;
+    return prepared.prepare(x, row, count, weight);
+  }
+  const int64_t stride = row_bytes(args.format, args.width);
+  char* out = prepared.scratch.get(count * stride);
+  for (int64_t r = 0; r < count; ++r) {
+    const auto* from = static_cast<const int8_t*>(x.data) + (row + r) * x.stride;
+    char* to = out + r * stride;
+    std::memset(to + stride - 4, 0, 4);
+    for (int64_t i = 0; i < args.width; ++i) {
+      const auto value = static_cast<float>(from[i]);
+      if (args.format == DType::kFloat32) {
+        reinterpret_cast<float*>(to)[i] = value;
+      } else {
+        reinterpret_cast<BFloat16*>(to)[i] = from_float<BFloat16>(value);
+      }
+    }
+  }
+  return {out, stride, x.scales + row};
+}
+
+// Where the queries' columns are, by panels.
+struct Columns {
+  int64_t begin, end, first_panel, count;  // count: of the panels' columns, all of them
+
+  static Columns of(const MaxSimFwd& args, int64_t query_begin, int64_t query_end) {
+    const int64_t last = query_end - 1, begin = args.columns[query_begin];
+    const int64_t end = args.columns[last] + args.cu_seqlens_q[last + 1] - args.cu_seqlens_q[last];
+    const int64_t first = begin / kPanel;
+    return {begin - first * kPanel, end - first * kPanel, first, num_panels(end - first * kPanel) * kPanel};
+  }
+};
+
+template <typename Dot, bool kWinners>
+void maxsim_typed(const MaxSimFwd& args, int64_t document_begin, int64_t document_end, int64_t query_begin,
+                  int64_t query_end, float* scores, int64_t score_stride, int32_t* winners, int64_t winner_stride) {
+  static thread_local Prepared prepared;
+  static thread_local Scratch sums_memory, best_memory;
+  const int32_t* cu = args.cu_seqlens_d;
+  const Columns columns = Columns::of(args, query_begin, query_end);
+  const int64_t panel_size = panel_bytes(args.format, args.width), steps = panel_size / kStepBytes;
+  char* sums = sums_memory.get(kMaxSimRows * kStepBytes);
+  for (int64_t first = document_begin; first < document_end;) {
+    // As many documents as fill a block, or one.
+    int64_t last = first + 1;
+    while (last < document_end && last - first < kMaxSimRows && cu[last + 1] - cu[first] <= kMaxSimRows) ++last;
+    const int64_t documents = last - first;
+    auto* best = reinterpret_cast<float*>(best_memory.get(documents * columns.count * (kWinners ? 8 : 4)));
+    int32_t* won = kWinners ? reinterpret_cast<int32_t*>(best + documents * columns.count) : nullptr;
+    for (int64_t d = 0; d < documents; ++d) {
+      std::fill_n(best + d * columns.count, columns.count, -__builtin_inff());
+      const int32_t begin = cu[first + d];
+      if (kWinners) std::fill_n(won + d * columns.count, columns.count, begin < cu[first + d + 1] ? begin : -1);
+    }
+    for (int64_t row = cu[first]; row < cu[last]; row += kMaxSimRows) {
+      const int64_t rows = std::min<int64_t>(kMaxSimRows, cu[last] - row);
+      const Rows x = maxsim_rows(args, row, rows, prepared);
+      for (int64_t c = 0; c < columns.count; c += kPanel) {
+        const int64_t width = std::min(kPanel, columns.end - c);
+        maxsim_product<Dot>(rows, x, args.panels + (columns.first_panel + c / kPanel) * panel_size, steps, width, sums);
+        for (int64_t d = 0; d < documents; ++d) {
+          const int64_t begin = std::max<int64_t>(row, cu[first + d]);
+          const int64_t end = std::min<int64_t>(row + rows, cu[first + d + 1]);
+          if (begin >= end) continue;
+          const int64_t at = d * columns.count + c;
+          take_largest<kWinners>(sums + (begin - row) * kStepBytes, end - begin,
+                                 x.scale == nullptr ? nullptr : x.scale + (begin - row), width,
+                                 static_cast<int32_t>(begin), best + at, kWinners ? won + at : nullptr);
+        }
+      }
+    }
+    for (int64_t d = 0; d < documents; ++d) {
+      const int64_t document = first + d - document_begin;
+      const bool is_empty = cu[first + d] == cu[first + d + 1];
+      for (int64_t q = query_begin; q < query_end; ++q) {
+        const float* of_query = best + d * columns.count + args.columns[q] - columns.first_panel * kPanel;
+        double score = 0;
+        for (int64_t t = 0; t < args.cu_seqlens_q[q + 1] - args.cu_seqlens_q[q]; ++t) score += of_query[t];
+        scores[(q - query_begin) * score_stride + document] = is_empty ? kNoDocument : static_cast<float>(score);
+      }
+      if (kWinners) {
+        std::copy_n(won + d * columns.count + columns.begin, columns.end - columns.begin,
+                    winners + document * winner_stride);
+      }
+    }
+    first = last;
+  }
+}
+
+template <typename Dot>
+void maxsim_with(const MaxSimFwd& args, int64_t document_begin, int64_t document_end, int64_t query_begin,
+                 int64_t query_end, float* scores, int64_t score_stride, int32_t* winners, int64_t winner_stride) {
+  winners == nullptr ? maxsim_typed<Dot, false>(args, document_begin, document_end, query_begin, query_end, scores,
+                                                score_stride, winners, winner_stride)
+                     : maxsim_typed<Dot, true>(args, document_begin, document_end, query_begin, query_end, scores,
+                                               score_stride, winners, winner_stride);
+}
+
+void maxsim_fwd(const MaxSimFwd& args, int64_t document_begin, int64_t document_end, int64_t query_begin,
+                int64_t query_end, float* scores, int64_t score_stride, int32_t* winners, int64_t winner_stride) {
+#if defined(FASTBERT_BF16)
+  if (args.format == DType::kBFloat16) {
+    return maxsim_with<BFloat16Dot>(args, document_begin, document_end, query_begin, query_end, scores, score_stride,
+                                    winners, winner_stride);
+  }
+#endif
+  maxsim_with<Float32Dot>(args, document_begin, document_end, query_begin, query_end, scores, score_stride, winners,
+                          winner_stride);
+}

@@ -1,0 +1,228 @@
+"""maxsim: the score of late interaction, over packed token vectors (Khattab & Zaharia 2020, "ColBERT", eq. 3)."""
+
+from __future__ import annotations
+
+import torch
+
+from fastbert.backend import Backend, register, select
+from fastbert.native.availability import extension_error
+from fastbert.ops._common import Differentiable, Rule, at_least_fp32, check_devices, define, needs_grad
+from fastbert.ops.packing import check_offsets_on_cpu, int32_offsets, sequence_sums, token_sequences
+
+NO_DOCUMENT = -1e9  # what a document without tokens scores, as sentence-transformers has it
+_CHUNK = 1 << 24  # products that the torch backend holds at once
+
+# winners, int32: of each document and query token the row of `documents` with the largest product, -1 for none; without
+# pairs (documents, query tokens), else of each pair its query's tokens, one pair after the other. No rows unless
+# return_winners.
+
+
+def _fwd_fake(queries, cu_seqlens_q, documents, cu_seqlens_d, scales, pairs, return_winners):
+    num_queries, num_documents = cu_seqlens_q.shape[0] - 1, cu_seqlens_d.shape[0] - 1
+    float32, int32 = {"dtype": torch.float32}, {"dtype": torch.int32}
+    if pairs is not None:
+        count = torch.library.get_ctx().new_dynamic_size() if return_winners else 0
+        return queries.new_empty(pairs.shape[1], **float32), queries.new_empty(count, **int32)
+    winners = queries.new_empty(num_documents if return_winners else 0, queries.shape[0], **int32)
+    return queries.new_empty(num_queries, num_documents, **float32), winners
+
+
+def _bwd_fake(dscores, queries, cu_seqlens_q, documents, cu_seqlens_d, pairs, winners, needs_dq, needs_dd):
+    dqueries = queries.new_empty(queries.shape[0] if needs_dq else 0, queries.shape[1])
+    return dqueries, documents.new_empty(documents.shape[0] if needs_dd else 0, documents.shape[1])
+
+
+_FWD = define(
+    "maxsim_fwd_cpu",
+    "(Tensor queries, Tensor cu_seqlens_q, Tensor documents, Tensor cu_seqlens_d, Tensor? scales, Tensor? pairs,"
+    " bool return_winners) -> (Tensor scores, Tensor winners)",
+    _fwd_fake,
+)
+_BWD = define(
+    "maxsim_bwd_cpu",
+    "(Tensor dscores, Tensor queries, Tensor cu_seqlens_q, Tensor documents, Tensor cu_seqlens_d, Tensor? pairs,"
+    " Tensor winners, bool needs_dqueries, bool needs_ddocuments) -> (Tensor, Tensor)",
+    _bwd_fake,
+)
+
+
+def _rule_forward(backend, options, queries, cu_seqlens_q, documents, cu_seqlens_d, pairs):
+    scores, winners = _FWD(queries, cu_seqlens_q, documents, cu_seqlens_d, None, pairs, True)
+    return scores, (queries, cu_seqlens_q, documents, cu_seqlens_d, pairs, winners)
+
+
+def _rule_backward(backend, options, needed, saved, dscores):
+    dqueries, ddocuments = _BWD(dscores, *saved, needed[0], needed[2])
+    return dqueries, None, ddocuments, None, None
+
+
+_RULE = Rule(_rule_forward, _rule_backward)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# torch
+
+
+def _first_largest(products: torch.Tensor) -> torch.Tensor:
+    """(..., tokens) -> (...,): the largest, whose gradient goes to the first of several."""
+    return products.gather(-1, products.argmax(-1, keepdim=True)).squeeze(-1)
+
+
+def _all_torch(queries, cu_seqlens_q, documents, cu_seqlens_d):
+    """(queries, documents), chunk by chunk of query tokens."""
+    tokens, num_documents = documents.shape[0], cu_seqlens_d.shape[0] - 1
+    document, inside = token_sequences(cu_seqlens_d, tokens)
+    place, best = torch.arange(tokens, device=documents.device), []
+    for some in queries.split(max(1, _CHUNK // max(1, tokens))):
+        products = torch.where(inside, some @ documents.T, -torch.inf)
+        owner = document.expand_as(products)
+        empty = products.new_full((some.shape[0], num_documents), -torch.inf)
+        with torch.no_grad():
+            top = empty.scatter_reduce(1, owner, products, "amax")
+            has_it = ((products == top.gather(1, owner)) | products.isnan()) & inside
+            first = torch.where(has_it, place, tokens)
+            winner = torch.full_like(top, tokens, dtype=torch.int64).scatter_reduce(1, owner, first, "amin")
+        best.append(torch.where(winner < tokens, products.gather(1, winner.clamp(max=tokens - 1)), 0.0))
+    query, real = token_sequences(cu_seqlens_q, queries.shape[0])
+    return sequence_sums(torch.where(real[:, None], torch.cat(best), 0.0), query, cu_seqlens_q.shape[0] - 1)
+
+
+def _padded(rows: torch.Tensor, cu_seqlens: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the chosen sequences: (chosen, longest, width), and which of it is there."""
+    first, lengths = cu_seqlens[:-1][chosen].long(), (cu_seqlens[1:] - cu_seqlens[:-1])[chosen]
+    column = torch.arange(int(lengths.max()), device=rows.device)
+    inside = column < lengths[:, None]
+    return rows[torch.where(inside, first[:, None] + column, 0)], inside
+
+
+def _pairs_torch(queries, cu_seqlens_q, documents, cu_seqlens_d, pairs):
+    """(pairs,), padded in chunks."""
+    longest = [int((offsets[1:] - offsets[:-1]).max()) for offsets in (cu_seqlens_q, cu_seqlens_d)]
+    each = max(1, longest[0] * longest[1] + sum(longest) * queries.shape[1])
+    scores = []
+    for query, document in zip(*(side.split(max(1, _CHUNK // each)) for side in pairs), strict=True):
+        of_queries, is_query = _padded(queries, cu_seqlens_q, query)
+        of_documents, is_document = _padded(documents, cu_seqlens_d, document)
+        products = torch.where(is_document[:, None], of_queries @ of_documents.mT, -torch.inf)
+        if products.shape[-1] == 0:
+            scores.append(products.sum((1, 2)))
+            continue
+        has_any = is_query & is_document.any(1, keepdim=True)
+        scores.append(torch.where(has_any, _first_largest(products), 0.0).sum(1))
+    return torch.cat(scores)
+
+
+def _maxsim_torch(queries, cu_seqlens_q, documents, cu_seqlens_d, scales, pairs):
+    check_offsets_on_cpu("maxsim", cu_seqlens_q, queries.shape[0])
+    check_offsets_on_cpu("maxsim", cu_seqlens_d, documents.shape[0])
+    if scales is not None:
+        documents = documents.float() * scales[:, None]
+    dtype = torch.promote_types(at_least_fp32(queries).dtype, at_least_fp32(documents).dtype)
+    queries, documents = queries.to(dtype), documents.to(dtype)
+    is_empty = cu_seqlens_d[1:] == cu_seqlens_d[:-1]
+    num_queries = cu_seqlens_q.shape[0] - 1
+    if pairs is not None:
+        is_empty = is_empty[pairs[1]]
+    if pairs is None and documents.shape[0] * queries.shape[0]:
+        scores = _all_torch(queries, cu_seqlens_q, documents, cu_seqlens_d)
+    elif pairs is not None and pairs.shape[1] and documents.shape[0] * queries.shape[0]:
+        scores = _pairs_torch(queries, cu_seqlens_q, documents, cu_seqlens_d, pairs)
+    else:  # keeps the graph: gradients are defined, and zero
+        shape = (num_queries, cu_seqlens_d.shape[0] - 1) if pairs is None else pairs.shape[1:]
+        scores = (queries.sum() + documents.sum()) * 0 + queries.new_zeros(shape)
+    return torch.where(is_empty, NO_DOCUMENT, scores)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The op
+
+
+def _supports_cpu(queries, documents) -> str | None:
+    if not queries.is_cpu:
+        return f"tensors are on {queries.device.type}"
+    if queries.dtype not in (torch.float32, torch.bfloat16):
+        return f"queries are {queries.dtype} (has float32 and bfloat16)"
+    if documents.dtype not in (torch.float32, torch.bfloat16, torch.int8):
+        return f"documents are {documents.dtype} (has float32, bfloat16 and int8)"
+    if needs_grad(queries, documents) and queries.dtype is not documents.dtype:
+        return f"queries are {queries.dtype} and documents {documents.dtype}, which has no backward"
+    return extension_error()
+
+
+register("maxsim", Backend.CPU, _supports_cpu, probe=lambda x, vector: (x, x))
+
+
+def _check(queries, documents, scales, pairs) -> None:
+    for name, rows in (("queries", queries), ("documents", documents)):
+        if rows.dim() != 2:
+            raise ValueError(f"maxsim: {name} have shape {tuple(rows.shape)}, expected (tokens, width)")
+    if queries.shape[1] != documents.shape[1]:
+        raise ValueError(f"maxsim: queries have width {queries.shape[1]}, documents {documents.shape[1]}")
+    if not queries.shape[1]:
+        raise ValueError("maxsim: vectors have width 0")
+    if (documents.dtype is torch.int8) != (scales is not None):
+        raise ValueError(f"maxsim: scales go with int8 documents, and with no others; documents are {documents.dtype}")
+    if scales is not None and (scales.shape != documents.shape[:1] or scales.dtype is not torch.float32):
+        raise ValueError(f"maxsim: scales are {scales.dtype} {tuple(scales.shape)}, expected float32, one a token")
+    if pairs is not None and (pairs.dim() != 2 or pairs.shape[0] != 2 or pairs.dtype is not torch.int64):
+        raise ValueError(f"maxsim: pairs are {pairs.dtype} {tuple(pairs.shape)}, expected int64 (2, pairs)")
+
+
+def _check_pairs(pairs, num_queries, num_documents) -> None:
+    """Values are looked at on a CPU alone, where nobody waits for them."""
+    if not pairs.is_cpu or torch.compiler.is_compiling() or not pairs.shape[1]:
+        return
+    for name, side, count in (("query", pairs[0], num_queries), ("document", pairs[1], num_documents)):
+        low, high = side.aminmax()
+        if low < 0 or high >= count:
+            bad = int(low if low < 0 else high)
+            raise IndexError(f"maxsim: pairs have {name} {bad}, there are {count}")
+
+
+def maxsim(
+    queries: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    documents: torch.Tensor,
+    cu_seqlens_d: torch.Tensor,
+    *,
+    pairs: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    length_normalize: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """The sum over a query's tokens of the largest product with a document's (Khattab & Zaharia 2020, eq. 3).
+
+    Args:
+        queries, documents: (tokens, width), the tokens of all of them one after the other, float32 or bfloat16;
+            documents may be int8 with `scales`.
+        cu_seqlens_q, cu_seqlens_d: int32 (queries + 1,) and (documents + 1,): where each begins and ends. Tokens that a
+            mask leaves out are not there.
+        pairs: int64 (2, pairs): which query is scored with which document; None: all with all.
+        scales: float32 (document tokens,): a token's vector is its int8 numbers times its scale.
+        length_normalize: divide by the number of the query's tokens (MeanMaxSim).
+
+    Returns:
+        float32 (queries, documents), or (pairs,). A document without tokens scores -1e9, as in sentence-transformers; a
+        query without tokens 0. Sums are in float32 or wider. A NaN stays in the scores of its query or document. The
+        gradient of a largest product goes to the first token that has it.
+
+    Raises:
+        ValueError: widths that differ, offsets that do not fit, scales or pairs of another form; IndexError: a pair of
+        what is not there (looked at on a CPU); BackendError: the backend that was asked for cannot serve the call.
+    """
+    _check(queries, documents, scales, pairs)
+    check_devices("maxsim", queries=queries, documents=documents, scales=scales, pairs=pairs)
+    check_devices("maxsim", queries=queries, cu_seqlens_q=cu_seqlens_q, cu_seqlens_d=cu_seqlens_d)
+    cu_seqlens_q, cu_seqlens_d = int32_offsets("maxsim", cu_seqlens_q), int32_offsets("maxsim", cu_seqlens_d)
+    if pairs is not None:
+        _check_pairs(pairs, cu_seqlens_q.shape[0] - 1, cu_seqlens_d.shape[0] - 1)
+    if select("maxsim", backend, queries, documents) is Backend.TORCH:
+        scores = _maxsim_torch(queries, cu_seqlens_q, documents, cu_seqlens_d, scales, pairs)
+    elif needs_grad(queries, documents):
+        scores = Differentiable.apply(_RULE, Backend.CPU, None, queries, cu_seqlens_q, documents, cu_seqlens_d, pairs)
+    else:
+        scores, _ = _FWD(queries, cu_seqlens_q, documents, cu_seqlens_d, scales, pairs, False)
+    if not length_normalize:
+        return scores
+    lengths = (cu_seqlens_q[1:] - cu_seqlens_q[:-1]).clamp(min=1)
+    return scores / (lengths[:, None] if pairs is None else lengths[pairs[0]])

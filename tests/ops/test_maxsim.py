@@ -1,0 +1,157 @@
+"""maxsim beside sentence-transformers' own scores, and what its contract adds to what every op promises."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from isas import OF_FLOATS, backend_with_isa
+
+from fastbert import ops
+from fastbert.testing import reference
+from fastbert.testing.numerics import assert_close_to_reference
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def packed(lengths, width, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.nn.functional.normalize(torch.randn(sum(lengths), width, generator=generator), dim=-1).to(dtype)
+    return rows, torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("length_normalize", (False, True))
+def test_scores_are_those_of_sentence_transformers(length_normalize):
+    similarity = pytest.importorskip("sentence_transformers.util.similarity")
+    q_lengths, d_lengths = (32, 1, 7, 64), (30, 512, 1, 100, 3)
+    (queries, of_q), (documents, of_d) = packed(q_lengths, 96), packed(d_lengths, 96, seed=1)
+    lists = [list(rows.split(lengths)) for rows, lengths in ((queries, q_lengths), (documents, d_lengths))]
+    expected = similarity.maxsim(*lists, length_normalize=length_normalize)
+    actual = ops.maxsim(queries, of_q, documents, of_d, length_normalize=length_normalize)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-5)
+    pairs = torch.tensor([[0, 3, 3, 1], [4, 0, 1, 2]])
+    chosen = [[side[i] for i in index.tolist()] for side, index in zip(lists, pairs, strict=True)]
+    expected = similarity.maxsim_pairwise(*chosen, length_normalize=length_normalize)
+    actual = ops.maxsim(queries, of_q, documents, of_d, pairs=pairs, length_normalize=length_normalize)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ("torch", *OF_FLOATS))
+def test_a_document_without_tokens_scores_what_sentence_transformers_gives_it(backend):
+    queries, of_q = packed((3, 0), 8)
+    documents, of_d = packed((0, 2, 0), 8)
+    with backend_with_isa(backend) as name:
+        scores = ops.maxsim(queries, of_q, documents, of_d, backend=name)
+        paired = ops.maxsim(queries, of_q, documents, of_d, pairs=torch.tensor([[0, 1, 1], [0, 1, 2]]), backend=name)
+    assert scores[:, [0, 2]].eq(-1e9).all() and scores[1, 1] == 0 and scores[0, 1].abs() < 3
+    assert paired.tolist() == [-1e9, 0, -1e9]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", ("torch", *OF_FLOATS))
+def test_the_first_of_equal_tokens_gets_the_gradient(backend, dtype):
+    queries = torch.ones(2, 16, dtype=dtype, requires_grad=True)
+    documents = torch.ones(150, 16, dtype=dtype)
+    documents[:5] = 0.5
+    documents.requires_grad_()
+    offsets = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([0, 150], dtype=torch.int32)
+    with backend_with_isa(backend) as name:
+        ops.maxsim(queries, offsets[0], documents, offsets[1], backend=name).sum().backward()
+    assert documents.grad[5].eq(2).all() and documents.grad.count_nonzero() == 16
+    assert queries.grad.eq(1).all()
+
+
+@pytest.mark.parametrize("backend", ("torch", *OF_FLOATS))
+def test_a_nan_stays_in_the_scores_of_its_own(backend):
+    (queries, of_q), (documents, of_d) = packed((5, 40), 33), packed((70, 20, 100), 33, seed=1)
+    with backend_with_isa(backend) as name:
+        clean = ops.maxsim(queries, of_q, documents, of_d, backend=name)
+        for row, value in ((75, torch.nan), (75, torch.inf), (0, torch.nan)):
+            poisoned = documents.clone()
+            poisoned[row, 3] = value
+            scores = ops.maxsim(queries, of_q, poisoned, of_d, backend=name)
+            touched = 1 if row == 75 else 0
+            assert not torch.isfinite(scores[:, touched]).any()
+            left = [i for i in range(3) if i != touched]
+            assert torch.equal(scores[:, left], clean[:, left])
+
+
+@pytest.mark.parametrize("backend", OF_FLOATS)
+def test_int8_documents_are_their_numbers_times_their_scales(backend):
+    (queries, of_q), (documents, of_d) = packed((32, 20), 128), packed((50, 200, 3), 128, seed=1)
+    scales = documents.abs().amax(1) / 127
+    numbers = (documents / scales[:, None]).round().to(torch.int8)
+    exact = numbers.double() * scales.double()[:, None]
+    oracle = reference.maxsim(queries.double(), of_q, exact, of_d)
+    with backend_with_isa(backend) as name:
+        actual = ops.maxsim(queries, of_q, numbers, of_d, scales=scales, backend=name)
+        halves = ops.maxsim(queries.bfloat16(), of_q, numbers, of_d, scales=scales, backend=name)
+    assert_close_to_reference(actual, oracle, reference.maxsim(queries, of_q, exact.float(), of_d))
+    rounded = reference.maxsim(queries.bfloat16().double(), of_q, exact, of_d)
+    torch.testing.assert_close(halves.double(), rounded, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("width", (48, 96, 128, 1024))
+@pytest.mark.parametrize("backend", OF_FLOATS)
+def test_widths_and_lengths(backend, width):
+    (queries, of_q), (documents, of_d) = packed((32, 1), width), packed((1, 8192 if width == 48 else 300, 30), width)
+    with backend_with_isa(backend) as name:
+        for dtype in DTYPES:
+            q, d = queries.to(dtype), documents.to(dtype)
+            oracle = reference.maxsim(q.double(), of_q, d.double(), of_d)
+            baseline = reference.maxsim(q.float(), of_q, d.float(), of_d)
+            assert_close_to_reference(ops.maxsim(q, of_q, d, of_d, backend=name), oracle, baseline)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_do_not_depend_on_threads_or_on_the_other_documents(dtype):
+    (queries, of_q), (documents, of_d) = packed((32,) * 9, 96, dtype), packed((20, 130, 7, 64) * 8, 96, dtype, 1)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            q, d = queries.clone().requires_grad_(), documents.clone().requires_grad_()
+            scores = ops.maxsim(q, of_q, d, of_d)
+            scores.square().sum().backward()
+            results.append((scores.detach(), q.grad, d.grad))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    one = ops.maxsim(queries, of_q, documents[20:150], torch.tensor([0, 130], dtype=torch.int32))
+    assert torch.equal(one[:, 0], results[0][0][:, 1])
+    pair = ops.maxsim(queries, of_q, documents, of_d, pairs=torch.tensor([[4], [1]]))
+    assert torch.equal(pair, results[0][0][4, 1:2])
+
+
+def test_one_clear_error():
+    (queries, of_q), (documents, of_d) = packed((3,), 8), packed((2, 2), 8)
+    good = (queries, of_q, documents, of_d)
+
+    def call(error, match, arguments=good, **options):
+        with pytest.raises(error, match=match):
+            ops.maxsim(*arguments, **options)
+
+    call(ValueError, "queries have width 8, documents 7", (queries, of_q, documents[:, :7], of_d))
+    call(ValueError, r"queries have shape \(3, 8, 1\)", (queries[..., None], of_q, documents, of_d))
+    call(ValueError, "ends at 9, but there are 4 tokens", (queries, of_q, documents, torch.tensor([0, 9])))
+    call(ValueError, "scales go with int8 documents", scales=torch.ones(4))
+    call(ValueError, "scales go with int8 documents", (queries, of_q, documents.to(torch.int8), of_d))
+    in_bytes = (queries, of_q, documents.to(torch.int8), of_d)
+    call(ValueError, r"scales are torch.float32 \(3,\)", in_bytes, scales=torch.ones(3))
+    call(ValueError, r"pairs are torch.int64 \(1, 2\)", pairs=torch.tensor([[0, 1]]))
+    call(IndexError, "pairs have document 2, there are 2", pairs=torch.tensor([[0], [2]]))
+    call(IndexError, "pairs have query -1, there are 1", pairs=torch.tensor([[-1], [0]]))
+
+
+def test_backward_holds_winners_and_nothing_of_tokens_times_tokens():
+    """4,096 query tokens and 8,192 document tokens: their products would be 134 MB, the winners are 1 MB."""
+    (queries, of_q), (documents, of_d) = packed((64,) * 64, 96), packed((128,) * 64, 96, seed=1)
+    queries.requires_grad_(), documents.requires_grad_()
+    held = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+        ops.maxsim(queries, of_q, documents, of_d)
+    extra = {t.untyped_storage().data_ptr(): t.nbytes for t in held if t is not queries and t is not documents}
+    own = {queries.untyped_storage().data_ptr(), documents.untyped_storage().data_ptr()}
+    assert sum(size for place, size in extra.items() if place not in own) < 1.1 * 4 * 64 * 4096
