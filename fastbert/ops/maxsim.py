@@ -207,8 +207,9 @@ def maxsim(
         gradient of a largest product goes to the first token that has it.
 
     Raises:
-        ValueError: widths that differ, offsets that do not fit, scales or pairs of another form; IndexError: a pair of
-        what is not there (looked at on a CPU); BackendError: the backend that was asked for cannot serve the call.
+        ValueError: widths that differ, scales or pairs of another form; ValueError by torch, RuntimeError by a kernel:
+        offsets that do not fit the tokens; IndexError: a pair of what is not there (looked at on a CPU); BackendError:
+        the backend that was asked for cannot serve the call.
     """
     _check(queries, documents, scales, pairs)
     check_devices("maxsim", queries=queries, documents=documents, scales=scales, pairs=pairs)

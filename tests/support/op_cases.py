@@ -207,8 +207,8 @@ def maxsim(draw: Draw, backend: str, dtype: torch.dtype):
     offsets = (of_queries.cu_seqlens, of_documents.cu_seqlens)
     counts, pairs = (len(of_queries.lengths), len(of_documents.lengths)), None
     if draw.flag():
-        pairs = torch.tensor([[draw.integer(0, n - 1) for n in counts] for _ in range(draw.integer(0, 5))])
-        pairs = pairs.reshape(-1, 2).T
+        chosen = [[draw.integer(0, n - 1) for n in counts] for _ in range(draw.integer(0, 5))]
+        pairs = torch.tensor(chosen, dtype=torch.int64).reshape(-1, 2).T
     draw.note(f"{of_queries}, {of_documents}, pairs {pairs}")
 
     def op(queries, documents):
@@ -216,7 +216,7 @@ def maxsim(draw: Draw, backend: str, dtype: torch.dtype):
 
     def formula(queries, documents):
         scores = reference.maxsim(queries, offsets[0], documents, offsets[1])
-        return scores if pairs is None else scores[*pairs]
+        return scores if pairs is None else scores[pairs[0], pairs[1]]
 
     shapes = {"queries": (of_queries.total_tokens, width), "documents": (of_documents.total_tokens, width)}
     # Where products are equal but for rounding, which one is the largest is chance, and with it whose is the gradient.
