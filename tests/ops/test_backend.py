@@ -84,6 +84,7 @@ def test_report_names_every_op_and_every_other_backends_reason():
         "feed_forward",
         "linears",
         "masked_lm_loss",
+        "maxsim",
         "merged_linears",
         "normalize",
         "pack",

@@ -57,6 +57,9 @@ TENSORS = {
     "logits_cross_entropy": {"logits": rows(TOKENS, 9), "labels": ids(9)},
     "sequence_cross_entropy": {"logits": rows(TOKENS), "cu_seqlens": OFFSETS, "targets": torch.tensor([2, 0, 1])},
     "pooling": {"hidden_states": rows(TOKENS, W), "cu_seqlens": OFFSETS},
+    "maxsim": {
+        "queries": rows(TOKENS, W), "documents": rows(TOKENS, W), "cu_seqlens_q": OFFSETS, "cu_seqlens_d": OFFSETS,
+    },
     "pack": {"x": rows(TOKENS, W), "indices": torch.tensor([1, 3])},
     "unpack": {"packed": rows(2, W), "indices": torch.tensor([1, 3])},
 }  # fmt: skip
@@ -285,6 +288,7 @@ LITERAL = {
         hidden_states, weight, bias, TENSORS["cross_entropy"]["labels"]
     ),
     "pooling": lambda hidden_states: reference.pooling(hidden_states, OFFSETS, "mean"),
+    "maxsim": lambda queries, documents: reference.maxsim(queries, OFFSETS, documents, OFFSETS),
     "pack": lambda x: x[[1, 3]],
     "unpack": lambda packed: torch.stack([packed[0] * 0, packed[0], packed[0] * 0, packed[1]]),
 }
