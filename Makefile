@@ -134,7 +134,7 @@ sanitize: $(VENV)/.installed-test  ## the C++ kernels' tests under AddressSaniti
 	@cd build && $(SANITIZING) $(abspath $(BIN))/python -c \
 		"import torch; from fastbert import _C; isas = _C.isas(); assert 'amx' in isas or 'avx512_bf16' not in isas, isas"
 	@$(SANITIZING) OMP_NUM_THREADS=1 $(BIN)/pytest -q -s -p no:cacheprovider -o pythonpath="$(SANITIZED) tests/support" \
-		tests/ops/test_isa.py::test_make_sanitize_tests_its_own_build tests/ops/test_contract.py tests/ops/test_linear.py tests/ops/test_feed_forward.py tests/ops/test_attention.py \
+		tests/ops/test_isa.py::test_make_sanitize_tests_its_own_build tests/ops/test_contract.py tests/ops/test_maxsim.py tests/ops/test_linear.py tests/ops/test_feed_forward.py tests/ops/test_attention.py \
 		tests/ops/test_layer_norm.py tests/ops/test_int8.py tests/ops/test_ops.py tests/models/test_training.py tests/ops/test_embedding.py \
 		tests/ops/test_packed_weights.py tests/ops/test_packed_memory.py tests/ops/test_foreign_memory.py tests/ops/test_activation_ends.py \
 		tests/ops/test_attention_kinds.py tests/ops/test_attention_relative.py tests/ops/test_attention_traced.py tests/ops/test_attention_bad_input.py tests/ops/test_encoder_layers.py \
