@@ -112,6 +112,17 @@ def _pairs_torch(queries, cu_seqlens_q, documents, cu_seqlens_d, pairs):
     return torch.cat(scores)
 
 
+def _check_pairs(pairs, num_queries, num_documents) -> None:
+    """As kernels check them. Values are looked at on a CPU alone, where that is no wait."""
+    if not pairs.is_cpu or torch.compiler.is_compiling() or not pairs.shape[1]:
+        return
+    for name, side, count in (("query", pairs[0], num_queries), ("document", pairs[1], num_documents)):
+        low, high = side.aminmax()
+        if low < 0 or high >= count:
+            bad = int(low if low < 0 else high)
+            raise IndexError(f"maxsim: pairs have {name} {bad}, there are {count}")
+
+
 def _maxsim_torch(queries, cu_seqlens_q, documents, cu_seqlens_d, scales, pairs):
     check_offsets_on_cpu("maxsim", cu_seqlens_q, queries.shape[0])
     check_offsets_on_cpu("maxsim", cu_seqlens_d, documents.shape[0])
@@ -122,6 +133,7 @@ def _maxsim_torch(queries, cu_seqlens_q, documents, cu_seqlens_d, scales, pairs)
     is_empty = cu_seqlens_d[1:] == cu_seqlens_d[:-1]
     num_queries = cu_seqlens_q.shape[0] - 1
     if pairs is not None:
+        _check_pairs(pairs, num_queries, is_empty.shape[0])
         is_empty = is_empty[pairs[1]]
     if pairs is None and documents.shape[0] * queries.shape[0]:
         scores = _all_torch(queries, cu_seqlens_q, documents, cu_seqlens_d)
@@ -168,17 +180,6 @@ def _check(queries, documents, scales, pairs) -> None:
         raise ValueError(f"maxsim: pairs are {pairs.dtype} {tuple(pairs.shape)}, expected int64 (2, pairs)")
 
 
-def _check_pairs(pairs, num_queries, num_documents) -> None:
-    """Values are looked at on a CPU alone, where nobody waits for them."""
-    if not pairs.is_cpu or torch.compiler.is_compiling() or not pairs.shape[1]:
-        return
-    for name, side, count in (("query", pairs[0], num_queries), ("document", pairs[1], num_documents)):
-        low, high = side.aminmax()
-        if low < 0 or high >= count:
-            bad = int(low if low < 0 else high)
-            raise IndexError(f"maxsim: pairs have {name} {bad}, there are {count}")
-
-
 def maxsim(
     queries: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
@@ -215,8 +216,6 @@ def maxsim(
     check_devices("maxsim", queries=queries, documents=documents, scales=scales, pairs=pairs)
     check_devices("maxsim", queries=queries, cu_seqlens_q=cu_seqlens_q, cu_seqlens_d=cu_seqlens_d)
     cu_seqlens_q, cu_seqlens_d = int32_offsets("maxsim", cu_seqlens_q), int32_offsets("maxsim", cu_seqlens_d)
-    if pairs is not None:
-        _check_pairs(pairs, cu_seqlens_q.shape[0] - 1, cu_seqlens_d.shape[0] - 1)
     if select("maxsim", backend, queries, documents) is Backend.TORCH:
         scores = _maxsim_torch(queries, cu_seqlens_q, documents, cu_seqlens_d, scales, pairs)
     elif needs_grad(queries, documents):

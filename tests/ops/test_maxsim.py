@@ -130,8 +130,9 @@ def test_one_clear_error():
     in_bytes = (queries, of_q, documents.to(torch.int8), of_d)
     call(ValueError, r"scales are torch.float32 \(3,\)", in_bytes, scales=torch.ones(3))
     call(ValueError, r"pairs are torch.int64 \(1, 2\)", pairs=torch.tensor([[0, 1]]))
-    call(IndexError, "pairs have document 2, there are 2", pairs=torch.tensor([[0], [2]]))
-    call(IndexError, "pairs have query -1, there are 1", pairs=torch.tensor([[-1], [0]]))
+    for backend in (None, "torch"):
+        call(IndexError, "pairs have document 2, there are 2", pairs=torch.tensor([[0], [2]]), backend=backend)
+        call(IndexError, "pairs have query -1, there are 1", pairs=torch.tensor([[-1], [0]]), backend=backend)
 
 
 @needs_kernels
