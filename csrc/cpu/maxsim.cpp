@@ -67,8 +67,7 @@ FASTBERT_INLINE void maxsim_ddocument_body(const MaxSimBwd<T>& args, int64_t doc
 
 }  // namespace
 
-FASTBERT_DISPATCH(maxsim_dquery,
-                  (const MaxSimBwd<T>& args, int64_t query, const MaxSimPair* pairs, int64_t count),
+FASTBERT_DISPATCH(maxsim_dquery, (const MaxSimBwd<T>& args, int64_t query, const MaxSimPair* pairs, int64_t count),
                   (args, query, pairs, count))
 FASTBERT_DISPATCH(maxsim_ddocument,
                   (const MaxSimBwd<T>& args, int64_t document, const MaxSimPair* pairs, int64_t count),

@@ -119,8 +119,8 @@ std::tuple<Array, Array> maxsim_fwd_cpu(const Array& queries_, const Array& cu_s
   const Array scores = empty({num_queries, num_documents}, ScalarType::Float),
               winners = empty({return_winners ? num_documents : 0, queries.size(0)}, ScalarType::Int);
   if (num_queries == 0) return {scores, winners};
-  const int64_t of_one = std::max<int64_t>(1, documents.size(0) * std::max<int64_t>(1, tokens) * width /
-                                                  std::max<int64_t>(1, num_documents));
+  const int64_t of_one = std::max<int64_t>(
+      1, documents.size(0) * std::max<int64_t>(1, tokens) * width / std::max<int64_t>(1, num_documents));
   parallel_for(0, num_documents, std::max<int64_t>(1, kProductsOfTask / of_one), [&](int64_t first, int64_t last) {
     int32_t* won = return_winners ? winners.data<int32_t>() + first * queries.size(0) : nullptr;
     maxsim_fwd(args, first, last, 0, num_queries, scores.data<float>() + first, num_documents, won, queries.size(0));
@@ -129,9 +129,8 @@ std::tuple<Array, Array> maxsim_fwd_cpu(const Array& queries_, const Array& cu_s
 }
 
 std::tuple<Array, Array> maxsim_bwd_cpu(const Array& dscores_, const Array& queries_, const Array& cu_seqlens_q,
-                                        const Array& documents_, const Array& cu_seqlens_d,
-                                        const OptionalArray& pairs_, const Array& winners_, bool needs_dqueries,
-                                        bool needs_ddocuments) {
+                                        const Array& documents_, const Array& cu_seqlens_d, const OptionalArray& pairs_,
+                                        const Array& winners_, bool needs_dqueries, bool needs_ddocuments) {
   const Array queries = contiguous(queries_), documents = contiguous(documents_), winners = contiguous(winners_);
   const Array offsets_q = checked_offsets(cu_seqlens_q, queries.size(0)),
               offsets_d = checked_offsets(cu_seqlens_d, documents.size(0));
@@ -139,13 +138,13 @@ std::tuple<Array, Array> maxsim_bwd_cpu(const Array& dscores_, const Array& quer
   const int64_t num_queries = offsets_q.size(0) - 1, num_documents = offsets_d.size(0) - 1, width = queries.size(1);
   const Pairs pairs(pairs_, num_queries, num_documents);
   const bool apart = pairs_.defined();
-  const Array dscores = checked("dscores", dscores_, apart ? Shape{pairs.count} : Shape{num_queries, num_documents},
-                                ScalarType::Float);
+  const Array dscores =
+      checked("dscores", dscores_, apart ? Shape{pairs.count} : Shape{num_queries, num_documents}, ScalarType::Float);
   const std::vector<int64_t> begin = winner_offsets(pairs, cu_q);
   check(winners.scalar_type() == ScalarType::Int &&
             winners.sizes() == (apart ? Shape{begin.back()} : Shape{num_documents, queries.size(0)}),
         "winners have shape ", winners.sizes(), ", which is not forward's");
-  const auto *won = winners.data<const int32_t>();
+  const auto* won = winners.data<const int32_t>();
   const auto* d = dscores.data<const float>();
   // The pairs of each query, and of each document.
   std::vector<std::vector<MaxSimPair>> of_query(static_cast<size_t>(num_queries)),
@@ -165,7 +164,7 @@ std::tuple<Array, Array> maxsim_bwd_cpu(const Array& dscores_, const Array& quer
   for_dtype(queries.scalar_type(), [&](auto zero_of_dtype) {
     using T = decltype(zero_of_dtype);
     const MaxSimBwd<T> args{queries.data<const T>(), documents.data<const T>(), width, cu_q, cu_d,
-                            dqueries.data<T>(), ddocuments.data<T>()};
+                            dqueries.data<T>(),      ddocuments.data<T>()};
     if (needs_dqueries) {
       zero(dqueries.narrow(0, cu_q[num_queries], queries.size(0) - cu_q[num_queries]));
       parallel_for(0, num_queries, 1, [&](int64_t first, int64_t last) {
