@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fastbert.errors import InputError
-from fastbert.packing import PADDED_LABELS, PackedBatch
+from fastbert.packing import PADDED_LABELS, PackedBatch, key_behind_query
 
 # What a model's forward takes of a PackedInputs, by its own argument names.
 _IDS = ("input_ids", "token_type_ids", "position_ids", "task_type_ids")
@@ -173,6 +173,7 @@ def pack_inputs(
     position_ids: Any = None,
     *,
     task_type_ids: Any = None,
+    query_only_mask: Any = None,
     labels: Any = None,
     start_positions: Any = None,
     end_positions: Any = None,
@@ -186,6 +187,9 @@ def pack_inputs(
             choice: a list of examples, each a list of as many sequences; or (batch, num_choices, seqlen).
         attention_mask, token_type_ids, position_ids, task_type_ids: in the same form. The mask of a padded tensor has
             padding on any side, and holes; in lists 0 may stand behind a sequence's last token only.
+        query_only_mask: in the same form, 1 where a token attends and nothing attends to it, as the [MASK] tokens that
+            ColBERT expands queries by (Khattab & Zaharia 2020, section 3.2), whatever attention_mask says of it. Such
+            tokens are the last ones of their sequences.
         labels: integers for every token, in the form of input_ids, -100 where a token has none; or one for every
             sequence (example, for multiple choice), (batch,). Floats, (batch,) or (batch, num_labels), are always of
             sequences: values of a regression, or several labels at once.
@@ -202,6 +206,7 @@ def pack_inputs(
     """
     ids, num_choices = _without_choices(input_ids)
     given_ids = {"token_type_ids": token_type_ids, "position_ids": position_ids, "task_type_ids": task_type_ids}
+    given_ids["query_only_mask"] = query_only_mask
     tokens = {
         name: _without_choices(values, num_choices, name)[0] for name, values in given_ids.items() if values is not None
     }
@@ -338,11 +343,13 @@ def _pack_padded(ids: Any, mask: Any, tokens: dict[str, Any]) -> tuple[PackedBat
         if t.shape != ids.shape:
             raise InputError(f"{name} has shape {tuple(t.shape)}; input_ids has {tuple(ids.shape)}")
     mask = None if mask is None else _tensor("attention_mask", mask)
-    batch = PackedBatch.from_mask(mask, ids.shape[0], ids.shape[1], ids.device)
+    alone = grid.pop("query_only_mask", None)
+    alone = None if alone is None else alone != 0
+    batch = PackedBatch.from_mask(mask, ids.shape[0], ids.shape[1], ids.device, query_only=alone)
     hidden = ids[:0].flatten()
     if batch.indices is not None:
         assert mask is not None
-        real = mask != 0
+        real = mask != 0 if alone is None else (mask != 0) | alone
         hidden = ids[~real & real.flip(1).cummax(1).values.flip(1)]
     # Labels stay as they are: what is read of a model's outputs has their layout.
     return batch, {name: t if name == "labels" else batch.pack(t) for name, t in grid.items()}, hidden
@@ -361,7 +368,10 @@ def _pack_lists(ids: Any, mask: Any, tokens: dict[str, Any]) -> tuple[PackedBatc
         for i, (count, length) in enumerate(zip(counts, lengths, strict=True)):
             if count != length:
                 raise InputError(f"{name} has {count} values for sequence {i}, which has {length} tokens")
-    masks = fields.pop("attention_mask", None)
+    masks, alone = fields.pop("attention_mask", None), fields.pop("query_only_mask", None)
+    if alone is not None:
+        masks = None if masks is None else masks.where(alone == 0, 1)
+        fields["query_only_mask"] = alone
     if masks is not None and not (masks == 1).all():
         for i, row in enumerate(masks.split(lengths)):
             lengths[i] = int(row.sum())
@@ -371,9 +381,20 @@ def _pack_lists(ids: Any, mask: Any, tokens: dict[str, Any]) -> tuple[PackedBatc
                     " padding elsewhere"
                 )
         fields = {name: t[masks == 1] for name, t in fields.items()}
+    alone, num_keys = fields.pop("query_only_mask", None), None
+    if alone is not None and alone.any():
+        keys = [_num_keys(i, row) for i, row in enumerate((alone == 0).split(lengths))]
+        num_keys = torch.tensor(keys, dtype=torch.int32)
     offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    batch = PackedBatch(None, offsets, max(lengths), len(lengths), None, sum(lengths))
+    batch = PackedBatch(None, offsets, max(lengths), len(lengths), None, sum(lengths), num_keys=num_keys)
     return batch, fields, fields["input_ids"][:0]
+
+
+def _num_keys(i: int, is_key: torch.Tensor) -> int:
+    count = int(is_key.sum())
+    if not bool(is_key[:count].all()):
+        raise InputError(key_behind_query(i))
+    return count
 
 
 def _joined(name: str, values: Any) -> tuple[torch.Tensor, list[int]]:

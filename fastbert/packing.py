@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -133,9 +133,35 @@ def is_all_ones(mask: torch.Tensor) -> bool:
     return int(low) == int(high) == 1
 
 
+def key_behind_query(i: int) -> str:
+    return (
+        f"query_only_mask: in sequence {i} a token that is attended to stands behind one that is not; those that only"
+        " attend must be its last ones"
+    )
+
+
 def _most_runs(real: torch.Tensor) -> torch.Tensor:
     """int64 (1,): into how many pieces padding cuts the sequence of a (batch_size, seqlen) mask that has most."""
     return (real[:, :1].sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)).amax()[None]
+
+
+class _Alone:
+    """Of a (batch_size, seqlen) grid in which some tokens attend and nothing attends to them: which tokens there are,
+    which of those that are attended to stand behind one that is not, and what the host must see of it.
+    """
+
+    def __init__(self, given: torch.Tensor, query_only: torch.Tensor):
+        keys = given & ~query_only
+        self.real, self.num_keys = given | query_only, keys.sum(1, dtype=torch.int32)
+        self.late = keys & (query_only.cumsum(1) > 0)
+        self.looks = [query_only.any()[None], self.late.any()[None]]
+
+    def num_keys_by(self, values: list[int]) -> torch.Tensor | None:
+        """None where there are no such tokens. Takes what the host has seen from `values`. Raises InputError."""
+        there_are, are_late = values.pop(0), values.pop(0)
+        if are_late:
+            raise InputError(key_behind_query(int(self.late.any(1).nonzero()[0])))
+        return self.num_keys if there_are else None
 
 
 @dataclass(frozen=True)
@@ -154,6 +180,8 @@ class PackedBatch:
             seen them; None where nobody has looked. `fastbert.pack_inputs` fills both in, so that no model has to wait
             for them.
         has_gaps: whether a sequence has padding between its tokens; None where the host does not know.
+        num_keys: int32 (batch_size,): the first so many tokens of each sequence are attended to, and the others attend
+            alone; None: all are.
         in_one_row: whether outputs of packed input are (1, total_tokens, ...), as its caller's input was.
         cache: what backends derive from cu_seqlens, kept for the layers of one forward pass.
     """
@@ -167,6 +195,7 @@ class PackedBatch:
     labelled: torch.Tensor | None = None
     bounds: Mapping[str, tuple[int, int]] | None = None
     has_gaps: bool | None = None
+    num_keys: torch.Tensor | None = None
     in_one_row: bool = False
     cache: dict = field(default_factory=dict, repr=False, compare=False)
 
@@ -179,8 +208,9 @@ class PackedBatch:
         return self._moved(torch.Tensor.pin_memory)
 
     def _moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> PackedBatch:
-        indices, labelled = (None if t is None else move(t) for t in (self.indices, self.labelled))
-        return replace(self, indices=indices, cu_seqlens=move(self.cu_seqlens), labelled=labelled, cache={})
+        names = ("indices", "cu_seqlens", "labelled", "num_keys")
+        moved: dict[str, Any] = {name: move(t) for name in names if (t := getattr(self, name)) is not None}
+        return replace(self, **moved, cache={})
 
     def with_capacity(self, total_tokens: int, batch_size: int, labelled: int, max_seqlen: int) -> PackedBatch:
         """The same batch with padding rows behind it, as `PackedInputs.with_capacity` says; raises InputError."""
@@ -206,10 +236,13 @@ class PackedBatch:
                 )
             kept = torch.cat([kept, kept.new_full((labelled - len(kept),), total_tokens - 1)])
         ends = self.cu_seqlens[-1:].expand(batch_size - self.batch_size)
+        num_keys = self.num_keys
+        if num_keys is not None:
+            num_keys = torch.nn.functional.pad(num_keys, (0, batch_size - self.batch_size))
         bounds = self.bounds and {name: (min(0, low), high) for name, (low, high) in self.bounds.items()}
-        return PackedBatch(
-            None, torch.cat([self.cu_seqlens, ends]), max_seqlen, batch_size, None, total_tokens, kept, bounds
-        )
+        offsets = torch.cat([self.cu_seqlens, ends])
+        sizes_now = (max_seqlen, batch_size, None, total_tokens)
+        return PackedBatch(None, offsets, *sizes_now, kept, bounds, num_keys=num_keys)
 
     @classmethod
     def from_mask(
@@ -221,15 +254,20 @@ class PackedBatch:
         ranges: Sequence[IdRange] = (),
         labels: torch.Tensor | None = None,
         has_padding: bool | None = None,
+        query_only: torch.Tensor | None = None,
     ) -> PackedBatch:
         """From a (batch_size, seqlen) mask, nonzero = real, holes and any side allowed; None means no padding.
 
         `ranges`: ids on `device` that are checked by the way, where tokens are real. `labels` of tokens, of the mask's
         shape: the batch's bounds have how many at padding are not -100. `has_padding`: whether the mask is not all
-        ones, where that is known. One host sync where the mask or ids are on a GPU. Raises InputError for a mask of
-        another shape or a strange dtype, and ids out of range.
+        ones, where that is known. `query_only`, bool of the mask's shape: tokens that attend, whatever the mask says of
+        them, and that nothing attends to. One host sync where the mask or ids are on a GPU. Raises InputError for a
+        mask of another shape or a strange dtype, ids out of range, and a token that is attended to behind one that is
+        not.
         """
         ranges = ranges if checks_values() else ()
+        if query_only is not None and attention_mask is None:
+            attention_mask = torch.ones_like(query_only)
         if attention_mask is not None:
             if attention_mask.shape != (batch_size, seqlen):
                 raise InputError(
@@ -244,33 +282,45 @@ class PackedBatch:
             has_padding = attention_mask is not None and not is_all_ones(attention_mask)
         if attention_mask is not None and has_padding:
             mask = attention_mask
-            real = mask != 0
+            given = real = mask != 0
+            alone = None if query_only is None else _Alone(given, query_only.to(device))
+            real = given if alone is None else alone.real
             lengths = real.sum(1, dtype=torch.int32)
             # Integers have no other value than 0 and 1 if the smallest and the largest are that: quicker than to count.
             has_ends = mask.dtype in _WITH_ENDS
-            ends = torch.stack(mask.aminmax()) if has_ends else (real & (mask != 1)).any()[None]
+            ends = torch.stack(mask.aminmax()) if has_ends else (given & (mask != 1)).any()[None]
             stray = [] if labels is None else [((labels.to(device) != -100) & ~real).sum()[None]]
             # On a CPU columns_with_gaps looks by itself, where something goes by distances.
             runs = [] if _is_on_host(real) else [_most_runs(real)]
-            looked_at = [lengths, ends, *stray, *runs, *_extremes(ranges, real)]
+            looked_at = [
+                lengths,
+                ends,
+                *([] if alone is None else alone.looks),
+                *stray,
+                *runs,
+                *_extremes(ranges, real),
+            ]
             if torch.compiler.is_dynamo_compiling():  # what comes next is in no graph: with fullgraph the error
                 torch._dynamo.graph_break(msg=NOT_ONE_GRAPH)
             values = _to_host(looked_at)
             counts, after = values[:batch_size], batch_size + len(ends)
             (low, high), extremes = (min(values[batch_size:after]), max(values[batch_size:after])), values[after:]
+            num_keys = None if alone is None else alone.num_keys_by(extremes)
             bounds = {PADDED_LABELS: (0, extremes.pop(0))} if stray else None
             has_gaps = extremes.pop(0) > 1 if runs else None
             if low < 0 or high > (1 if has_ends else 0):
-                strange = int((real & (mask != 1)).sum())
+                strange = int((given & (mask != 1)).sum())
                 raise InputError(f"attention_mask has {strange} values that are neither 0 (padding) nor 1 (real)")
             total_tokens, max_seqlen = sum(counts), max(counts)
             _check_ranges(ranges, extremes)
             if total_tokens < batch_size * seqlen:
                 indices = real.flatten().nonzero_static(size=total_tokens).flatten()
                 cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-                return cls(
-                    indices, cu_seqlens, max_seqlen, batch_size, seqlen, total_tokens, bounds=bounds, has_gaps=has_gaps
-                )
+                known: dict[str, Any] = {"bounds": bounds, "has_gaps": has_gaps, "num_keys": num_keys}
+                return cls(indices, cu_seqlens, max_seqlen, batch_size, seqlen, total_tokens, **known)
+            if num_keys is not None:
+                cu_seqlens = torch.arange(0, (batch_size + 1) * seqlen, seqlen, dtype=torch.int32, device=device)
+                return cls(None, cu_seqlens, seqlen, batch_size, seqlen, total_tokens, num_keys=num_keys)
         else:
             _check_ranges(ranges, _to_host(_extremes(ranges)))
         cu_seqlens = torch.arange(0, (batch_size + 1) * seqlen, seqlen, dtype=torch.int32, device=device)

@@ -7,7 +7,8 @@ A program takes one tile: up to BLOCK_TILE neighbouring tokens of one sequence, 
 than one where sequences are so short that a program would hardly begin. `attention_tiles` lists the tiles on the
 device, the longest sequences' first, so that a long sequence in a batch of short ones is not what all wait for; tokens
 beyond cu_seqlens[-1] are tiles without keys, whose results are zeros. Keys beyond a sequence's end are loaded as zeros,
-not masked afterwards: nothing of one sequence, not even a NaN, reaches another.
+not masked afterwards: nothing of one sequence, not even a NaN, reaches another. Where only the first num_keys tokens of
+a sequence are keys, the others have tiles of their own, which see the keys, and which nothing sees.
 
 GROUP query heads in a row read one head of k and v (Ainslie et al. 2023, "GQA", section 2.2). Windows go by the tokens'
 places, or by positions_ptr (T,), which ascend in a sequence: two tokens' places never differ by more than their
@@ -30,78 +31,118 @@ _SMALLEST = 2.0**-149  # of the fp32 numbers: what is below would be 0 for a ker
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Tiles: (num_tiles, 4) int32, [first token, end, first key, end of the keys]; empty ones, which end at their start,
-# fill the list up to the length that is known on the host.
+# Tiles: (num_tiles, 8) int32, [first token, end, first key, end of the keys, end of the queries that see these tokens];
+# empty ones, which end at their start, fill the list up to the length that is known on the host.
 
 
 @triton.jit
-def _load_spans(cu_seqlens_ptr, sequence, batch_size, total_tokens):
-    """First token and length of each sequence; number batch_size is what lies behind the last, none is beyond it.
+def tile_at(tiles_ptr, tile):
+    """A tile's first token and end, and its first key and their end."""
+    tiles_ptr += tile * 8
+    return tl.load(tiles_ptr), tl.load(tiles_ptr + 1), tl.load(tiles_ptr + 2), tl.load(tiles_ptr + 3)
+
+
+@triton.jit
+def queries_end_at(tiles_ptr, tile):
+    """The end of the queries that see a tile's tokens; they begin where the tile's keys do."""
+    return tl.load(tiles_ptr + tile * 8 + 4)
+
+
+@triton.jit
+def _load_spans(cu_seqlens_ptr, num_keys_ptr, span, batch_size, total_tokens, HAS_NUM_KEYS: tl.constexpr):
+    """What tiles are cut from: first token and length of each span, the first key and the end of the keys that it sees,
+    and the end of the queries that see it. A span is a sequence, or with num_keys each has two, its keys and the other
+    tokens. The last one is what lies behind the last sequence, none is beyond it.
 
     Whatever the offsets, all of it within the batch: no tile leads beyond the tensors.
     """
+    sequence, is_padding = span, span == batch_size
+    if HAS_NUM_KEYS:
+        sequence, is_padding = span // 2, span == 2 * batch_size
     begin = tl.load(cu_seqlens_ptr + sequence, mask=sequence <= batch_size, other=0)
     end = tl.load(cu_seqlens_ptr + sequence + 1, mask=sequence < batch_size, other=0)
     begin = tl.minimum(tl.maximum(begin, 0), total_tokens)
-    end = tl.where(sequence == batch_size, total_tokens, tl.minimum(end, total_tokens))
-    return begin, tl.maximum(end - begin, 0)
+    end = tl.where(is_padding, total_tokens, tl.minimum(end, total_tokens))
+    first, last = begin, tl.maximum(end, begin)
+    keys_end = tl.where(is_padding, begin, last)  # padding sees no key
+    queries_end = keys_end
+    if HAS_NUM_KEYS:
+        num_keys = tl.load(num_keys_ptr + sequence, mask=sequence < batch_size, other=0)
+        keys_end = tl.minimum(begin + tl.maximum(num_keys, 0), keys_end)
+        are_keys = span % 2 == 0
+        first = tl.where(are_keys, begin, keys_end)
+        last = tl.where(are_keys & (is_padding == 0), keys_end, last)
+        queries_end = tl.where(are_keys, queries_end, begin)
+        last = tl.where(span > 2 * batch_size, first, last)
+    return first, last - first, begin, keys_end, queries_end
 
 
 @triton.jit(do_not_specialize=["batch_size", "total_tokens", "num_tiles"])
 def _attention_tiles_kernel(
-    cu_seqlens_ptr, tiles_ptr, batch_size, total_tokens, num_tiles,
-    BLOCK_TILE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr,
+    cu_seqlens_ptr, num_keys_ptr, tiles_ptr, batch_size, total_tokens, num_tiles,
+    BLOCK_TILE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, HAS_NUM_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """A program places the tiles of BLOCK_B sequences: behind those of all longer ones, which it counts by comparing
-    itself with everyone, BLOCK_R at a time."""
-    sequence = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)  # [B]
-    begin, length = _load_spans(cu_seqlens_ptr, sequence, batch_size, total_tokens)
-    key = tl.where(sequence == batch_size, -1, length)  # padding is last
+    """A program places the tiles of BLOCK_B spans: behind those of all longer ones, which it counts by comparing itself
+    with everyone, BLOCK_R at a time."""
+    padding = batch_size
+    if HAS_NUM_KEYS:
+        padding = 2 * batch_size
+    span = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)  # [B]
+    first, length, first_key, keys_end, queries_end = _load_spans(
+        cu_seqlens_ptr, num_keys_ptr, span, batch_size, total_tokens, HAS_NUM_KEYS
+    )  # fmt: skip
+    key = tl.where(span == padding, -1, length)  # padding is last
     offset = tl.zeros([BLOCK_B], tl.int32)
     occupied = tl.zeros([BLOCK_R], tl.int32)
-    for start in range(0, batch_size + 1, BLOCK_R):
+    for start in range(0, padding + 1, BLOCK_R):
         other = start + tl.arange(0, BLOCK_R)  # [R]
-        _, other_length = _load_spans(cu_seqlens_ptr, other, batch_size, total_tokens)
-        other_key = tl.where(other == batch_size, -1, other_length)[None, :]
+        _, other_length, _, _, _ = _load_spans(
+            cu_seqlens_ptr, num_keys_ptr, other, batch_size, total_tokens, HAS_NUM_KEYS
+        )  # fmt: skip
+        other_key = tl.where(other == padding, -1, other_length)[None, :]
         other_count = tl.cdiv(other_length, BLOCK_TILE)
-        is_before = (other_key > key[:, None]) | ((other_key == key[:, None]) & (other[None, :] < sequence[:, None]))
+        is_before = (other_key > key[:, None]) | ((other_key == key[:, None]) & (other[None, :] < span[:, None]))
         offset += tl.sum(tl.where(is_before, other_count[None, :], 0), axis=1)
         occupied += other_count
 
-    column = tl.arange(0, 4)[None, :]
+    column = tl.arange(0, 8)[None, :]
     count = tl.cdiv(length, BLOCK_TILE)
-    keys_end = tl.where(sequence == batch_size, begin, begin + length)  # padding sees no key
+    seen = tl.where(column == 3, keys_end[:, None], tl.where(column == 4, queries_end[:, None], 0))
+    seen = tl.where(column == 2, first_key[:, None], seen)
     for i in range(0, tl.max(count, axis=0)):
-        row = begin + i * BLOCK_TILE
-        row_end = tl.minimum(row + BLOCK_TILE, begin + length)
+        row = first + i * BLOCK_TILE
+        row_end = tl.minimum(row + BLOCK_TILE, first + length)
         rows = tl.where(column == 0, row[:, None], row_end[:, None])
-        keys = tl.where(column == 2, begin[:, None], keys_end[:, None])
         entry = offset + i  # within the list, but for sequences that overlap
-        at = entry[:, None] * 4 + column
+        at = entry[:, None] * 8 + column
         fits = (i < count) & (entry < num_tiles)
-        tl.store(tiles_ptr + at, tl.where(column < 2, rows, keys), mask=fits[:, None] & (column < 4))
-    first = tl.sum(occupied, axis=0) + tl.program_id(0) * BLOCK_R
-    for empty in range(first, num_tiles, tl.num_programs(0) * BLOCK_R):
+        tl.store(tiles_ptr + at, tl.where(column < 2, rows, seen), mask=fits[:, None] & (column < 8))
+    empty_first = tl.sum(occupied, axis=0) + tl.program_id(0) * BLOCK_R
+    for empty in range(empty_first, num_tiles, tl.num_programs(0) * BLOCK_R):
         entry = empty + tl.arange(0, BLOCK_R)[:, None]
-        tl.store(tiles_ptr + entry * 4 + column, column * 0, mask=(entry < num_tiles) & (column < 4))
+        tl.store(tiles_ptr + entry * 8 + column, column * 0, mask=(entry < num_tiles) & (column < 8))
 
 
 _TILES = Launches(
-    "cu_seqlens_ptr tiles_ptr",
-    lambda block: {"BLOCK_TILE": block, "BLOCK_B": 16, "BLOCK_R": 128},
+    "cu_seqlens_ptr num_keys_ptr tiles_ptr",
+    lambda block, has_num_keys: {"BLOCK_TILE": block, "BLOCK_B": 16, "BLOCK_R": 128, "HAS_NUM_KEYS": has_num_keys},
     "batch_size total_tokens num_tiles",
 )
 
 
-def attention_tiles(cu_seqlens: torch.Tensor, total_tokens: int, block: int) -> torch.Tensor:
+def attention_tiles(
+    cu_seqlens: torch.Tensor, total_tokens: int, block: int, num_keys: torch.Tensor | None = None
+) -> torch.Tensor:
     """The tiles of `block` tokens of a batch, in the order in which programs take them; no host sync."""
     cu_seqlens = cu_seqlens.contiguous()
     batch_size = cu_seqlens.shape[0] - 1
-    tiles = cu_seqlens.new_empty(total_tokens // block + batch_size + 1, 4)
+    num_spans = batch_size if num_keys is None else 2 * batch_size
+    tiles = cu_seqlens.new_empty(total_tokens // block + num_spans + 1, 8)
+    num_keys = None if num_keys is None else num_keys.contiguous()
     with torch.cuda.device_of(cu_seqlens):
-        grid = (cdiv(batch_size + 1, 16),)
-        launch = _TILES.bind(_attention_tiles_kernel, (block,), grid, batch_size, total_tokens, tiles.shape[0])
-        launch(cu_seqlens, tiles)
+        grid, key = (cdiv(num_spans + 1, 16),), (block, num_keys is not None)
+        launch = _TILES.bind(_attention_tiles_kernel, key, grid, batch_size, total_tokens, tiles.shape[0])
+        launch(cu_seqlens, num_keys, tiles)
     return tiles
 
 

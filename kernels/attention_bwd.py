@@ -17,12 +17,14 @@ from .attention import (
     in_window,
     kept_probs,
     load_rows,
+    queries_end_at,
     row_strides,
     rows_whole,
     scale_and_sign,
     signed,
     store_rows,
     strides_of,
+    tile_at,
     walk,
     window_places,
 )
@@ -151,9 +153,8 @@ def _attention_dkdv_kernel(
     """dk and dv of one tile of keys: sums over the GROUP query heads that read them. num_heads is that of k; a token's
     heads lie beside each other, tokens stride_gt apart."""
     IS_FP32: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
-    tiles_ptr += tl.program_id(0) * 4
-    first, last = tl.load(tiles_ptr), tl.load(tiles_ptr + 1)
-    begin, end = tl.load(tiles_ptr + 2), tl.load(tiles_ptr + 3)
+    first, last, begin, _ = tile_at(tiles_ptr, tl.program_id(0))
+    end = queries_end_at(tiles_ptr, tl.program_id(0))
     if first == last:
         return
     places = window_places(positions_ptr, first + tl.arange(0, BLOCK_TILE), last, HAS_POSITIONS)
@@ -228,9 +229,7 @@ def _attention_dq_kernel(
 ):  # fmt: skip
     """dq of one tile of queries, laid out as dk and dv."""
     IS_FP32: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
-    tiles_ptr += tl.program_id(0) * 4
-    first, last = tl.load(tiles_ptr), tl.load(tiles_ptr + 1)
-    begin, end = tl.load(tiles_ptr + 2), tl.load(tiles_ptr + 3)
+    first, last, begin, end = tile_at(tiles_ptr, tl.program_id(0))
     if first == last:
         return
     rows = first + tl.arange(0, BLOCK_TILE)

@@ -14,6 +14,7 @@ from .attention import (
     signed,
     store_rows,
     strides_of,
+    tile_at,
     walk,
     window_places,
 )
@@ -104,9 +105,7 @@ def _attention_fwd_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, SIGN: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, HAS_DROPOUT: tl.constexpr, RETURN_STATS: tl.constexpr,
 ):  # fmt: skip
-    tiles_ptr += tl.program_id(0) * 4
-    first, last = tl.load(tiles_ptr), tl.load(tiles_ptr + 1)
-    begin, end = tl.load(tiles_ptr + 2), tl.load(tiles_ptr + 3)
+    first, last, begin, end = tile_at(tiles_ptr, tl.program_id(0))
     if first == last:
         return
     first_head = tl.program_id(1) * HEADS

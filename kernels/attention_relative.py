@@ -16,7 +16,7 @@ the token of each place, -1 in a hole. See attention.py for tiles and the rest.
 import triton
 import triton.language as tl
 
-from .attention import in_window, launch_arguments, load_rows, store_rows, window_places
+from .attention import in_window, launch_arguments, load_rows, store_rows, tile_at, window_places
 from .attention_bwd import load_records
 from .relative_shift import shift_columns, shift_rows, shift_vector
 from .relative_slabs import Slabs
@@ -31,10 +31,9 @@ LOG2E = 1.4426950408889634
 def load_tile(tiles_ptr, BLOCK: tl.constexpr, BLOCK_TILE: tl.constexpr):
     """A program's block of a tile of the list, which may have several: first place, end, and those of its sequence."""
     PARTS: tl.constexpr = BLOCK_TILE // BLOCK
-    tiles_ptr += tl.program_id(0) // PARTS * 4
-    first = tl.load(tiles_ptr) + tl.program_id(0) % PARTS * BLOCK
-    last = tl.minimum(tl.load(tiles_ptr + 1), first + BLOCK)
-    return first, last, tl.load(tiles_ptr + 2), tl.load(tiles_ptr + 3)
+    first, last, begin, end = tile_at(tiles_ptr, tl.program_id(0) // PARTS)
+    first += tl.program_id(0) % PARTS * BLOCK
+    return first, tl.minimum(last, first + BLOCK), begin, end
 
 
 @triton.jit

@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention import row_strides, rows_whole
+from .attention import row_strides, rows_whole, tile_at
 from .launching import Launches
 from .sizes import cdiv, next_power_of_2
 
@@ -85,9 +85,8 @@ def _rotary_kernel(
     INVERSE: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = BLOCK_TILE // BLOCK_M
-    tiles_ptr += tl.program_id(0) // BLOCKS * 4
-    first, last = tl.load(tiles_ptr) + tl.program_id(0) % BLOCKS * BLOCK_M, tl.load(tiles_ptr + 1)
-    begin, end = tl.load(tiles_ptr + 2), tl.load(tiles_ptr + 3)
+    first, last, begin, end = tile_at(tiles_ptr, tl.program_id(0) // BLOCKS)
+    first += tl.program_id(0) % BLOCKS * BLOCK_M
     if first >= last:
         return
     is_real = end > begin  # no padding

@@ -29,9 +29,9 @@ struct RotaryTables {
 };
 
 // What forward and backward have in common. Query head h reads head h / group of k and v. Where a task has a window,
-// query `token` sees the keys from key_begin[token] to key_end[token] of its sequence, itself among them; neither ever
-// falls from one token of a sequence to the next. A dropped probability is 0, a kept one divided by 1 - p; word j of
-// counter
+// query `token` sees the keys from key_begin[token] to key_end[token] of its sequence, or none where these are equal;
+// neither ever falls from one token of a sequence to the next. A dropped probability is 0, a kept one divided by 1 - p;
+// word j of counter
 // ((token * num_heads + head) << 32) + i decides for query `token` and key 4 i + j of its sequence.
 template <typename T>
 struct AttentionInputs {
@@ -45,7 +45,7 @@ struct AttentionInputs {
 
 // softmax_stats are each query's row_max, its largest q k^T (of the largest probability), and row_sum, the sum of
 // exp(softmax_scale * (q k^T - row_max)). Their log-sum-exp in one fp32 number would lose digits where scores are
-// large: it makes probabilities wrong by 3e-4 at 5000.
+// large: it makes probabilities wrong by 3e-4 at 5000. Those of a query that sees no key are 0 and 1, and its output 0.
 template <typename T>
 struct AttentionFwd {
   AttentionInputs<T> in;

@@ -252,6 +252,16 @@ void attention_bwd_head(const AttentionBwd<T>& args, AmxTiles& tiles, const BwdM
   }
 
   if constexpr (kIsRelative) begin_bwd_head<E>(*terms, in, head, q_left);
+  if (kHasWindow && range.has_dq) {  // of queries that see no key: it may be that no block of keys meets them
+    const auto sees_nothing = [&](int64_t row) { return in.key_begin[token + row] >= in.key_end[token + row]; };
+    int64_t row = (rows_total + kBlock - 1) / kBlock * kBlock - kBlock;
+    for (; row >= 0 && sees_nothing(row); row -= kBlock) {
+      const int64_t rows = std::min(kBlock, rows_total - row);
+      for (int64_t p = 0; p < dim_panels; ++p) {
+        std::memset(memory.dq_sums + (p * rows_total + row) * kStepBytes, 0, static_cast<size_t>(rows * kStepBytes));
+      }
+    }
+  }
   // Heads that share their keys add to the same sums, one after the other.
   const bool is_first_of_keys = head % in.group == 0, is_last_of_keys = (head + 1) % in.group == 0;
   for (int64_t key = range.key_begin; key < range.key_end; key += kBlock) {
@@ -268,6 +278,10 @@ void attention_bwd_head(const AttentionBwd<T>& args, AmxTiles& tiles, const BwdM
       const QueryRange seeing = queries_of(in, task, key, key + keys);
       first_query = std::max<int64_t>(0, seeing.begin / kBlock * kBlock - range.query_begin);
       end_query = std::min(rows_total, seeing.end - range.query_begin);
+    }
+    if (kHasWindow && range.has_dkv && first_query >= end_query && is_first_of_keys) {  // which no query sees
+      std::memset(dk_sums, 0, static_cast<size_t>(key_sums_bytes(in)));
+      std::memset(dv_sums, 0, static_cast<size_t>(key_sums_bytes(in)));
     }
     for (int64_t query = first_query; query < end_query; query += kBlock) {
       const int64_t rows = std::min(kBlock, rows_total - query);

@@ -207,6 +207,15 @@ FwdMemory lay_out(Carver& carver, const AttentionInputs<T>& in, int64_t n, int64
   return memory;
 }
 
+// The states and sums of rows none of which sees a key.
+template <int64_t kRows>
+void see_nothing(const FwdMemory& m, int64_t dim_panels, int64_t rows, RowStates<kRows>& states) {
+  std::fill_n(states.row_sum, kRows, 0.0f);
+  for (int64_t p = 0; p < dim_panels; ++p) {
+    std::memset(m.sums + p * kRows * kStepBytes, 0, static_cast<size_t>(rows * kStepBytes));
+  }
+}
+
 // The keys' panels of a head, n keys from `position` on.
 template <typename E, typename T>
 void pack_keys(const AttentionInputs<T>& in, int64_t first_token, int64_t position, int64_t n, int64_t head,
@@ -264,6 +273,7 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task,
       const Left q = left_rows<E>(q_rows.data, q_rows.stride, rows, d, m.q_copy);
       const KeyRange range = keys_of<kHasWindow>(in, task, query, rows);
       RowStates<kRows> states;
+      if (kHasWindow && range.begin >= range.end) see_nothing(m, dim_panels, rows, states);
       for (int64_t key = range.begin; key < range.end; key += block) {
         const int64_t keys = std::min(block, range.end - key), packed = key - first_key;
         const int64_t shift = kHasWindow ? packed % kPanel : 0, columns = shift + keys;
@@ -302,6 +312,11 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task,
           product<Dot>(tiles, rows, m.probs, m.probs_stride,
                        m.v_rows + (p * key_steps + packed / kPerStep<E>)*kStepBytes, whole_steps<E>(keys),
                        std::min(kPanel, d - p * kPanel), key > range.begin, m.sums + p * kRows * kStepBytes);
+        }
+      }
+      if constexpr (kHasWindow) {
+        for (int64_t r = 0; r < rows; ++r) {
+          if (states.row_sum[r] == 0.0f) states.row_max[r] = 0.0f, states.row_sum[r] = 1.0f;
         }
       }
       float inverse[kRows];

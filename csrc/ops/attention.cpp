@@ -70,26 +70,25 @@ std::tuple<Array, Array, Array> attention_bwd_cpu(const Array& dout, const Array
 
 std::tuple<Array, Array> attention_fwd_operator(const Array& q, const Array& k, const Array& v, const Array& cu_seqlens,
                                                 const OptionalArray& philox, const OptionalArray& window_positions,
-                                                const OptionalArray& cos, const OptionalArray& sin,
-                                                double softmax_scale, double dropout_p, int64_t window_left,
-                                                int64_t window_right, bool interleaved, bool by_token,
-                                                bool return_stats) {
+                                                const OptionalArray& num_keys, const OptionalArray& cos,
+                                                const OptionalArray& sin, double softmax_scale, double dropout_p,
+                                                int64_t window_left, int64_t window_right, bool interleaved,
+                                                bool by_token, bool return_stats) {
   return attention_fwd_cpu(
       q, k, v, cu_seqlens, philox,
-      {softmax_scale, window_left, window_right, window_positions, cos, sin, interleaved, by_token}, dropout_p,
-      return_stats);
+      {softmax_scale, window_left, window_right, window_positions, num_keys, cos, sin, interleaved, by_token},
+      dropout_p, return_stats);
 }
 
-std::tuple<Array, Array, Array> attention_bwd_operator(const Array& dout, const Array& q, const Array& k,
-                                                       const Array& v, const Array& out, const Array& softmax_stats,
-                                                       const Array& cu_seqlens, const OptionalArray& philox,
-                                                       const OptionalArray& window_positions, const OptionalArray& cos,
-                                                       const OptionalArray& sin, double softmax_scale, double dropout_p,
-                                                       int64_t window_left, int64_t window_right, bool interleaved,
-                                                       bool by_token) {
+std::tuple<Array, Array, Array> attention_bwd_operator(
+    const Array& dout, const Array& q, const Array& k, const Array& v, const Array& out, const Array& softmax_stats,
+    const Array& cu_seqlens, const OptionalArray& philox, const OptionalArray& window_positions,
+    const OptionalArray& num_keys, const OptionalArray& cos, const OptionalArray& sin, double softmax_scale,
+    double dropout_p, int64_t window_left, int64_t window_right, bool interleaved, bool by_token) {
   return attention_bwd_cpu(
       dout, q, k, v, out, softmax_stats, cu_seqlens, philox,
-      {softmax_scale, window_left, window_right, window_positions, cos, sin, interleaved, by_token}, dropout_p);
+      {softmax_scale, window_left, window_right, window_positions, num_keys, cos, sin, interleaved, by_token},
+      dropout_p);
 }
 
 }  // namespace fastbert

@@ -29,16 +29,14 @@ void attention_rows(const Array& q, const Array& k, const Array& v, const Array&
 // The operators, with the schemas' arguments.
 std::tuple<Array, Array> attention_fwd_operator(const Array& q, const Array& k, const Array& v, const Array& cu_seqlens,
                                                 const OptionalArray& philox, const OptionalArray& window_positions,
-                                                const OptionalArray& cos, const OptionalArray& sin,
-                                                double softmax_scale, double dropout_p, int64_t window_left,
-                                                int64_t window_right, bool interleaved, bool by_token,
-                                                bool return_stats);
-std::tuple<Array, Array, Array> attention_bwd_operator(const Array& dout, const Array& q, const Array& k,
-                                                       const Array& v, const Array& out, const Array& softmax_stats,
-                                                       const Array& cu_seqlens, const OptionalArray& philox,
-                                                       const OptionalArray& window_positions, const OptionalArray& cos,
-                                                       const OptionalArray& sin, double softmax_scale, double dropout_p,
-                                                       int64_t window_left, int64_t window_right, bool interleaved,
-                                                       bool by_token);
+                                                const OptionalArray& num_keys, const OptionalArray& cos,
+                                                const OptionalArray& sin, double softmax_scale, double dropout_p,
+                                                int64_t window_left, int64_t window_right, bool interleaved,
+                                                bool by_token, bool return_stats);
+std::tuple<Array, Array, Array> attention_bwd_operator(
+    const Array& dout, const Array& q, const Array& k, const Array& v, const Array& out, const Array& softmax_stats,
+    const Array& cu_seqlens, const OptionalArray& philox, const OptionalArray& window_positions,
+    const OptionalArray& num_keys, const OptionalArray& cos, const OptionalArray& sin, double softmax_scale,
+    double dropout_p, int64_t window_left, int64_t window_right, bool interleaved, bool by_token);
 
 }  // namespace fastbert

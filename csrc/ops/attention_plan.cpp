@@ -9,17 +9,22 @@ namespace fastbert {
 SeenKeys seen_keys(const std::vector<int64_t>& offsets, int64_t total_tokens, const AttentionOptions& options) {
   SeenKeys seen;
   seen.is_cut.resize(offsets.size());
-  if (options.window_left < 0 && options.window_right < 0) return seen;
+  const bool has_window = options.window_left >= 0 || options.window_right >= 0;
+  if (!has_window && !options.num_keys.defined()) return seen;
   seen.begin.resize(static_cast<size_t>(total_tokens));
   seen.end.resize(static_cast<size_t>(total_tokens));
-  const bool has_positions = options.window_positions.defined();
+  const bool has_positions = has_window && options.window_positions.defined();
   const Array words =
       has_positions ? checked("window_positions", options.window_positions, {total_tokens}, ScalarType::Int) : Array();
+  const Array counts = checked_if_defined("num_keys", options.num_keys, {static_cast<int64_t>(offsets.size()) - 1},
+                                          ScalarType::Int, cpu());
   constexpr int64_t kEndless = int64_t{1} << 32;
   const int64_t left = options.window_left < 0 ? kEndless : std::min(options.window_left, kEndless);
   const int64_t right = options.window_right < 0 ? kEndless : std::min(options.window_right, kEndless);
   for (size_t i = 1; i < offsets.size(); ++i) {
     const int64_t first = offsets[i - 1], n = offsets[i] - first;
+    const int64_t keys = counts.defined() ? counts.data<const int32_t>()[i - 1] : n;
+    check(keys >= 0 && keys <= n, "num_keys[", i - 1, "] is ", keys, "; the sequence has ", n, " tokens");
     if (n == 0) continue;
     int32_t *begin = seen.begin.data() + first, *end = seen.end.data() + first;
     if (has_positions) {
@@ -32,12 +37,12 @@ SeenKeys seen_keys(const std::vector<int64_t>& offsets, int64_t total_tokens, co
       for (int64_t t = 0; t < n; ++t) {
         while (position[from] < position[t] - left) ++from;
         while (to < n && position[to] <= position[t] + right) ++to;
-        begin[t] = static_cast<int32_t>(from), end[t] = static_cast<int32_t>(to);
+        begin[t] = static_cast<int32_t>(std::min(from, keys)), end[t] = static_cast<int32_t>(std::min(to, keys));
       }
     } else {
       for (int64_t t = 0; t < n; ++t) {
-        begin[t] = static_cast<int32_t>(std::max<int64_t>(0, t - left));
-        end[t] = static_cast<int32_t>(std::min(n, t + right + 1));
+        begin[t] = static_cast<int32_t>(std::clamp<int64_t>(t - left, 0, keys));
+        end[t] = static_cast<int32_t>(std::min(keys, t + right + 1));
       }
     }
     seen.is_cut[i] = begin[n - 1] > 0 || end[0] < n;

@@ -279,27 +279,26 @@ RelativeGradients attention_relative_gradients(const Array& dout_, const Array& 
   return {dkey, dquery, dbias};
 }
 
-std::tuple<Array, Array> attention_relative_fwd_operator(const Array& q, const Array& k, const Array& v,
-                                                         const Array& cu_seqlens, const OptionalArray& philox,
-                                                         const OptionalArray& window_positions, const Array& rows,
-                                                         const OptionalArray& key, const OptionalArray& query,
-                                                         const OptionalArray& bias, const OptionalArray& positions,
-                                                         double softmax_scale, double dropout_p, int64_t window_left,
-                                                         int64_t window_right, bool return_stats) {
+std::tuple<Array, Array> attention_relative_fwd_operator(
+    const Array& q, const Array& k, const Array& v, const Array& cu_seqlens, const OptionalArray& philox,
+    const OptionalArray& window_positions, const OptionalArray& num_keys, const Array& rows, const OptionalArray& key,
+    const OptionalArray& query, const OptionalArray& bias, const OptionalArray& positions, double softmax_scale,
+    double dropout_p, int64_t window_left, int64_t window_right, bool return_stats) {
   return attention_relative_fwd_cpu(q, k, v, cu_seqlens, philox,
-                                    {softmax_scale, window_left, window_right, window_positions},
+                                    {softmax_scale, window_left, window_right, window_positions, num_keys},
                                     {rows, key, query, bias, positions}, dropout_p, return_stats);
 }
 
 std::tuple<Array, Array, Array, Array, Array, Array> attention_relative_bwd_operator(
     const Array& dout, const Array& q, const Array& k, const Array& v, const Array& out, const Array& softmax_stats,
-    const Array& cu_seqlens, const OptionalArray& philox, const OptionalArray& window_positions, const Array& rows,
-    const OptionalArray& key, const OptionalArray& query, const OptionalArray& bias, const OptionalArray& positions,
-    double softmax_scale, double dropout_p, int64_t window_left, int64_t window_right) {
+    const Array& cu_seqlens, const OptionalArray& philox, const OptionalArray& window_positions,
+    const OptionalArray& num_keys, const Array& rows, const OptionalArray& key, const OptionalArray& query,
+    const OptionalArray& bias, const OptionalArray& positions, double softmax_scale, double dropout_p,
+    int64_t window_left, int64_t window_right) {
   const Array dq = empty_like(q), dk = empty_like(k), dv = empty_like(v);
   const RelativeGradients of_terms =
       attention_relative_gradients(dout, q, k, v, out, softmax_stats, cu_seqlens, philox,
-                                   {softmax_scale, window_left, window_right, window_positions},
+                                   {softmax_scale, window_left, window_right, window_positions, num_keys},
                                    {rows, key, query, bias, positions}, dropout_p, dq, dk, dv);
   return {dq, dk, dv, of_terms.key, of_terms.query, of_terms.bias};
 }

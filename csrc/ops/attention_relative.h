@@ -37,17 +37,16 @@ RelativeGradients attention_relative_gradients(const Array& dout, const Array& q
                                                const Array& dk, const Array& dv);
 
 // The operators, with the schemas' arguments.
-std::tuple<Array, Array> attention_relative_fwd_operator(const Array& q, const Array& k, const Array& v,
-                                                         const Array& cu_seqlens, const OptionalArray& philox,
-                                                         const OptionalArray& window_positions, const Array& rows,
-                                                         const OptionalArray& key, const OptionalArray& query,
-                                                         const OptionalArray& bias, const OptionalArray& positions,
-                                                         double softmax_scale, double dropout_p, int64_t window_left,
-                                                         int64_t window_right, bool return_stats);
+std::tuple<Array, Array> attention_relative_fwd_operator(
+    const Array& q, const Array& k, const Array& v, const Array& cu_seqlens, const OptionalArray& philox,
+    const OptionalArray& window_positions, const OptionalArray& num_keys, const Array& rows, const OptionalArray& key,
+    const OptionalArray& query, const OptionalArray& bias, const OptionalArray& positions, double softmax_scale,
+    double dropout_p, int64_t window_left, int64_t window_right, bool return_stats);
 std::tuple<Array, Array, Array, Array, Array, Array> attention_relative_bwd_operator(
     const Array& dout, const Array& q, const Array& k, const Array& v, const Array& out, const Array& softmax_stats,
-    const Array& cu_seqlens, const OptionalArray& philox, const OptionalArray& window_positions, const Array& rows,
-    const OptionalArray& key, const OptionalArray& query, const OptionalArray& bias, const OptionalArray& positions,
-    double softmax_scale, double dropout_p, int64_t window_left, int64_t window_right);
+    const Array& cu_seqlens, const OptionalArray& philox, const OptionalArray& window_positions,
+    const OptionalArray& num_keys, const Array& rows, const OptionalArray& key, const OptionalArray& query,
+    const OptionalArray& bias, const OptionalArray& positions, double softmax_scale, double dropout_p,
+    int64_t window_left, int64_t window_right);
 
 }  // namespace fastbert

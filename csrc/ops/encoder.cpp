@@ -138,7 +138,7 @@ std::vector<Array> encoder_cpu(const Array& input_ids, const OptionalArray& toke
         run_layers(x, offsets,
                    {held->weights, held->biases, held->weight_scales, held->input_scales, held->norms, held->activation,
                     held->layers, held->specs, held->final_eps},
-                   {none, {}, {}}, {{}, {}, none}, versions, infers ? Comparison::kShare : comparison_of_call());
+                   {none, {}, {}, {}}, {{}, {}, none}, versions, infers ? Comparison::kShare : comparison_of_call());
     const auto pooled = [&](const std::string& mode) {
       return std::get<0>(pooling_fwd_cpu(out, offsets, mode, false));
     };

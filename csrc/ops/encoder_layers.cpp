@@ -150,13 +150,14 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
                          const std::vector<int64_t>& ints, const std::vector<double>& floats,
                          const std::optional<double>& final_eps, const std::vector<Array>& rotary,
                          const std::vector<int64_t>& rotary_layouts, const OptionalArray& window_positions,
-                         const OptionalArray& relative_rows, const OptionalArray& relative_positions,
-                         const std::vector<Array>& relative, const std::vector<int64_t>& versions) {
+                         const OptionalArray& num_keys, const OptionalArray& relative_rows,
+                         const OptionalArray& relative_positions, const std::vector<Array>& relative,
+                         const std::vector<int64_t>& versions) {
   const std::vector<LayerSpec> specs = layer_specs(ints, floats);
   return run_layers(
       x, cu_seqlens,
       {weights, biases, weight_scales, input_scales, norms, activation_of(activation), layers, specs, final_eps},
-      {rotary, rotary_layouts, window_positions}, {relative_rows, relative_positions, relative}, versions,
+      {rotary, rotary_layouts, window_positions, num_keys}, {relative_rows, relative_positions, relative}, versions,
       comparison_of_call());
 }
 

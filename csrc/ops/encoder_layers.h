@@ -31,7 +31,8 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
                          const std::vector<int64_t>& ints, const std::vector<double>& floats,
                          const std::optional<double>& final_eps, const std::vector<Array>& rotary,
                          const std::vector<int64_t>& rotary_layouts, const OptionalArray& window_positions,
-                         const OptionalArray& relative_rows, const OptionalArray& relative_positions,
-                         const std::vector<Array>& relative, const std::vector<int64_t>& versions);
+                         const OptionalArray& num_keys, const OptionalArray& relative_rows,
+                         const OptionalArray& relative_positions, const std::vector<Array>& relative,
+                         const std::vector<int64_t>& versions);
 
 }  // namespace fastbert

@@ -390,12 +390,12 @@ std::vector<Array> encoder_layers_fwd_cpu(const Array& x, const Array& cu_seqlen
                                           const std::vector<int64_t>& layers, const std::vector<int64_t>& ints,
                                           const std::vector<double>& floats, const std::vector<Array>& rotary,
                                           const std::vector<int64_t>& rotary_layouts,
-                                          const OptionalArray& window_positions, const OptionalArray& relative_rows,
-                                          const OptionalArray& relative_positions, const std::vector<Array>& relative,
-                                          ScalarType dtype) {
+                                          const OptionalArray& window_positions, const OptionalArray& num_keys,
+                                          const OptionalArray& relative_rows, const OptionalArray& relative_positions,
+                                          const std::vector<Array>& relative, ScalarType dtype) {
   const Stack stack = stack_of(layers, ints, floats, weights.size());
   check(x.dim() == 2, "x has shape ", x.sizes(), ", expected (total_tokens, hidden_size)");
-  const Shared shared{cu_seqlens, activation_of(activation), {rotary, rotary_layouts, window_positions}};
+  const Shared shared{cu_seqlens, activation_of(activation), {rotary, rotary_layouts, window_positions, num_keys}};
   LayerReader reader({&weights, &biases, nullptr, nullptr, &norms, nullptr}, x.size(1), x.scalar_type(),
                      comparison_of_call());
   RelativeReader terms({relative_rows, relative_positions, relative});
@@ -426,12 +426,12 @@ std::vector<Array> encoder_layers_bwd_cpu(const Array& dout_, const Array& x_, c
                                           const std::string& activation, const std::vector<int64_t>& layers,
                                           const std::vector<int64_t>& ints, const std::vector<double>& floats,
                                           const std::vector<Array>& rotary, const std::vector<int64_t>& rotary_layouts,
-                                          const OptionalArray& window_positions, const OptionalArray& relative_rows,
-                                          const OptionalArray& relative_positions, const std::vector<Array>& relative,
-                                          bool needs_dx) {
+                                          const OptionalArray& window_positions, const OptionalArray& num_keys,
+                                          const OptionalArray& relative_rows, const OptionalArray& relative_positions,
+                                          const std::vector<Array>& relative, bool needs_dx) {
   const Stack stack = stack_of(layers, ints, floats, weights.size());
   const size_t count = layers.size();
-  const Shared shared{cu_seqlens, activation_of(activation), {rotary, rotary_layouts, window_positions}};
+  const Shared shared{cu_seqlens, activation_of(activation), {rotary, rotary_layouts, window_positions, num_keys}};
   LayerReader reader({&weights, nullptr, nullptr, nullptr, &norms, nullptr}, x_.size(1), x_.scalar_type(),
                      comparison_of_call());
 

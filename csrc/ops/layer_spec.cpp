@@ -24,6 +24,7 @@ size_t norms_of(int64_t bits) { return has_bit(bits, 0) + has_bit(bits, 1); }
 AttentionOptions attention_options(const LayerSpec& spec, const AttentionTables& tables) {
   AttentionOptions attention{spec.softmax_scale, spec.window_left, spec.window_right};
   if (spec.window_left >= 0 || spec.window_right >= 0) attention.window_positions = tables.window_positions;
+  attention.num_keys = tables.num_keys;
   if (spec.rotary < 0) return attention;
   const auto i = static_cast<size_t>(spec.rotary), count = tables.rotary_layouts.size();
   check(i < count && tables.rotary.size() == 2 * count, "a layer takes rotary table ", i, ", the call has ", count);

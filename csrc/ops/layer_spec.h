@@ -46,7 +46,7 @@ struct LayerSpec : LayerNumbers {
 struct AttentionTables {
   const std::vector<Array>& rotary;
   const std::vector<int64_t>& rotary_layouts;
-  const OptionalArray& window_positions;
+  const OptionalArray &window_positions, &num_keys;
 };
 
 AttentionOptions attention_options(const LayerSpec& spec, const AttentionTables& tables);

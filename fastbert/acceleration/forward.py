@@ -25,6 +25,7 @@ from fastbert.acceleration.unsupported import (
     documents_of,
     flattened,
     flattened_unsupported,
+    query_only_unsupported,
 )
 from fastbert.config import EncoderConfig
 from fastbert.errors import ConfigError, InputError
@@ -67,7 +68,7 @@ class Forward(OnInstance, RunsBaseModel):
     def expect(self, **told: Any) -> None:
         """What a module around has to say of the next call of this thread, which comes right after. A head: its
         `labels` of tokens; as `given`, arguments for attention, which some heads of transformers take and do not hand
-        on. sentence-transformers' Transformer: as `unsupported`, why the call must be transformers' own.
+        on. sentence-transformers' Transformer: as `query_only`, bool (batch, seqlen), which masked tokens attend.
         """
         self._told.__dict__.update(told)
 
@@ -97,11 +98,11 @@ class Forward(OnInstance, RunsBaseModel):
         snapshot: Snapshot | str
         told = self._told.__dict__
         labels, call_args = told.pop("labels", None), {**told.pop("given", {}), **call_args}
-        told_unsupported = told.pop("unsupported", None)
+        query_only = told.pop("query_only", None)
         try:
             config, tables = live(module, self.plan)
             documents = documents_of(self.plan, module.config, call_args)
-            unsupported = told_unsupported or transform_unsupported()
+            unsupported = transform_unsupported() or query_only_unsupported(self.plan, call_args, query_only)
             unsupported = unsupported or (documents if isinstance(documents, str) else None)
             mask, words = call_args.get("attention_mask"), call_args.get("input_ids")
             has_padding = _padding_in(mask, words) if unsupported is None else None
@@ -128,7 +129,7 @@ class Forward(OnInstance, RunsBaseModel):
         row = flattened(module.config, call_args, options, documents)
         tree = LiveTree(module, snapshot, self.calls)
         wanted = self._wanted(module, snapshot.config, options)
-        if row is None and labels is None and not wanted.is_of_layers:
+        if row is None and labels is None and query_only is None and not wanted.is_of_layers:
             # A mask that says nothing is None by now: what a family without token types takes of them is, too.
             has_padding = has_padding if tensors["attention_mask"] is not None else False
             ids = PackedIds.of_grid(ModelInputs(**tensors), True, has_padding)
@@ -137,7 +138,7 @@ class Forward(OnInstance, RunsBaseModel):
                 assert ids is not None
                 self.calls.ran_packed()
                 return tree, None, (done, ids.batch), wanted, options, older
-        inputs = _prepare(config, tables, tensors, row, labels, has_padding)
+        inputs = _prepare(config, tables, tensors, row, labels, has_padding, query_only)
         if labels is not None and (inputs.batch.bounds or {}).get(PADDED_LABELS, (0, 0))[1]:
             self.leave("labels other than -100 at padding: transformers' loss goes over hidden states there")
             return None
@@ -213,6 +214,7 @@ def _prepare(
     row: Flattened | None,
     labels: torch.Tensor | None,
     has_padding: bool | None,
+    query_only: torch.Tensor | None,
 ) -> EncoderInputs:
     if row is not None:
         tensors = {name: None if t is None else t[0] for name, t in tensors.items()} | {"attention_mask": None}
@@ -222,7 +224,7 @@ def _prepare(
     if tensors["attention_mask"] is not None:
         tensors["attention_mask"] = tensors["attention_mask"] != 0  # every other value is "real" to transformers
         labels = None if labels is None or labels.shape != tensors["attention_mask"].shape else labels
-    return prepare_inputs(config, tables, ModelInputs(**tensors), labels, has_padding)
+    return prepare_inputs(config, tables, ModelInputs(**tensors), labels, has_padding, query_only)
 
 
 def _pool(module: Any, family: Any, first: torch.Tensor, sharded: frozenset[str]) -> torch.Tensor:

@@ -18,7 +18,6 @@ from fastbert.layers.sharded import class_of
 from fastbert.packing import NOT_ONE_GRAPH
 
 _POSITIONS = ("start_positions", "end_positions")
-_EXPANDED = "query_expansion with attend=False: hidden states of tokens that the mask leaves out are read"
 
 
 class HeadForward(OnInstance):
@@ -65,7 +64,7 @@ class QueryForward(OnInstance):
     """The forward of sentence-transformers' Transformer over accelerated base models.
 
     With `query_expansion` of `attend: False` a MultiVectorEncoder reads, of queries, the hidden states of [MASK] tokens
-    that the mask leaves out. Packed execution has none: such a call is transformers' own.
+    that the mask leaves out: they attend, and nothing attends to them. The base model is told which these are.
     """
 
     def __init__(self, module: nn.Module):
@@ -77,13 +76,13 @@ class QueryForward(OnInstance):
         args = args[1:] if args and args[0] is module else args  # as in Forward
         features = args[0] if args else kwargs.get("features", {})
         if "query_expansion_positions" in features and reads_masked_tokens(module) and not self.is_recorded():
-            self._tell(module)
+            self._tell(module, features["query_expansion_positions"])
         return type(module).forward(module, *args, **kwargs)
 
-    def tell(self, module: Any) -> None:
+    def tell(self, module: Any, positions: torch.Tensor) -> None:
         for base in map(put_by_us, module.modules()):
             if isinstance(base, Forward):
-                base.expect(unsupported=_EXPANDED)
+                base.expect(query_only=positions)
 
 
 def is_expander(module: nn.Module) -> bool:

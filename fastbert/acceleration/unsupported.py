@@ -152,6 +152,20 @@ def flattened(
     return Flattened(cu_seqlens, None if longest is None else int(longest))
 
 
+def query_only_unsupported(plan: PackedPlan, call_args: dict, query_only: torch.Tensor | None) -> str | None:
+    """Why tokens that attend while the mask leaves them out must be transformers' own: query_only, (batch, seqlen)."""
+    if query_only is None:
+        return None
+    mask = call_args.get("attention_mask")
+    if not plan.family.masked_tokens_attend:
+        return "query_expansion with attend=False: transformers clears what this model has of masked tokens"
+    if type(mask) is not torch.Tensor or mask.shape != query_only.shape:
+        return "query_expansion with attend=False, and a mask of another shape"
+    if bool(((mask != 0) & (query_only.to(mask.device).cumsum(1) > 0)).any()):
+        return "query_expansion with attend=False, and padding on the left"
+    return None
+
+
 def documents_of(plan: PackedPlan, config: Any, call_args: dict) -> torch.Tensor | str | None:
     """Offsets of the sequences in a row of a decoder's, where a call has no mask and no cache: its causal mask takes
     tokens whose positions do not count up by one for the ends of sequences. Or why such a call must be transformers'

@@ -15,7 +15,7 @@ from fastbert.packed_inputs import PackedInputs
 from fastbert.packing import PackedBatch
 
 _ALIGNED = 16  # bytes: where a field begins
-_OFFSETS, _LABELLED = "cu_seqlens", "labelled"
+_OFFSETS, _LABELLED, _KEYS = "cu_seqlens", "labelled", "num_keys"
 
 
 class Field(NamedTuple):
@@ -63,9 +63,9 @@ class BlockLayout(NamedTuple):
     def read(self, block: torch.Tensor, bounds: Mapping[str, tuple[int, int]] | None) -> PackedInputs:
         """A batch of training that lies in a block, whose memory it shares."""
         tensors: dict[str, Any] = self.views(block)
-        cu_seqlens, labelled = tensors.pop(_OFFSETS), tensors.pop(_LABELLED, None)
+        cu_seqlens, labelled, num_keys = tensors.pop(_OFFSETS), tensors.pop(_LABELLED, None), tensors.pop(_KEYS, None)
         tokens, sequences, longest, _ = self.bucket
-        batch = PackedBatch(None, cu_seqlens, longest, sequences, None, tokens, labelled, bounds)
+        batch = PackedBatch(None, cu_seqlens, longest, sequences, None, tokens, labelled, bounds, num_keys=num_keys)
         choices = {} if self.num_choices is None else {"num_choices": self.num_choices}
         return PackedInputs({**tensors, "batch": batch, **choices})
 
@@ -89,6 +89,8 @@ def stage(packed: PackedInputs, bucket: Sizes, pinned: bool = False) -> Staged:
     tensors[_OFFSETS] = batch.cu_seqlens
     if batch.labelled is not None:
         tensors[_LABELLED] = batch.labelled
+    if batch.num_keys is not None:
+        tensors[_KEYS] = batch.num_keys
     shapes = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
     layout = BlockLayout.of(bucket, shapes, padded.get("num_choices"))
     block = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=pinned)

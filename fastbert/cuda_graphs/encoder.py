@@ -217,6 +217,8 @@ class GraphedEncoder:
             self.why_eager = self._tree_unsupported()
             if inputs.ids.input_ids is None:
                 self.why_eager = "inputs_embeds are not copied"
+            elif batch.num_keys is not None:
+                self.why_eager = "some tokens attend that nothing attends to"
             elif inputs.window_positions is not None and (self.model.config.distances or Distances()).relatives:
                 self.why_eager = "relative positions go by columns, and a mask has padding between its tokens"
             elif not 0 < batch.total_tokens <= self.max_tokens:

@@ -122,9 +122,9 @@ class PackedIds:
 
     @classmethod
     def of_inputs(cls, inputs: EncoderInputs) -> PackedIds | None:
-        """Those of checked inputs; None of embeddings, and of no tokens."""
+        """Those of checked inputs; None of embeddings, of no tokens, and where some of these attend alone."""
         ids, batch = inputs.ids, inputs.batch
-        if ids.input_ids is None or not batch.total_tokens:
+        if ids.input_ids is None or not batch.total_tokens or batch.num_keys is not None:
             return None
         return cls(batch, ids.input_ids, ids.token_type_ids, ids.position_ids)
 
@@ -133,6 +133,7 @@ class PackedIds:
         """Those of a PackedInputs; None where it has more, or padded outputs."""
         batch, types = packed["batch"], packed.get("token_type_ids")
         has_more = "position_ids" in packed or "task_type_ids" in packed or batch.seqlen is not None
+        has_more = has_more or batch.num_keys is not None
         if has_more or not batch.total_tokens or (types is not None and config.embeddings.token_type is None):
             return None
         return cls(batch, packed["input_ids"], types)

@@ -63,6 +63,7 @@ FAMILY = Family(
     prefix="deberta",
     hf_class=HfClass("deberta", "BaseModelOutput", dropouts=DROPOUTS),
     heads=heads(masked_lm(), sequence=POOLED, tokens=TOKENS, choice=None),
+    masked_tokens_attend=False,  # its mask is of queries, too
     defaults={"vocab_size": 50265, "type_vocab_size": 0, "layer_norm_eps": 1e-7},
     hf_names={"classifier_dropout": "cls_dropout"},
     fields=FIELDS,

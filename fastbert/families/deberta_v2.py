@@ -98,6 +98,7 @@ FAMILY = Family(
     model_type="deberta-v2", classes="DebertaV2", prefix="deberta",
     hf_class=HfClass("deberta_v2", "BaseModelOutput", dropouts=DROPOUTS),
     heads=heads(masked_lm(), sequence=POOLED, tokens=TOKENS, choice=POOLED),
+    masked_tokens_attend=False,  # its mask is of queries, too
     defaults={
         "vocab_size": 128100, "hidden_size": 1536, "num_hidden_layers": 24, "num_attention_heads": 24,
         "intermediate_size": 6144, "type_vocab_size": 0, "layer_norm_eps": 1e-7,

@@ -69,6 +69,7 @@ FAMILY = Family(
     classes="Esm",
     prefix="esm",
     hf_class=HfClass("esm", drops_embeddings=False, scaling=1.0),  # queries are scaled before
+    masked_tokens_attend=False,  # their embeddings are zeros
     heads=heads(
         MaskedLM(
             "lm_head.dense",

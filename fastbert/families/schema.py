@@ -314,6 +314,8 @@ class Family:
     aliases: tuple[str, ...] = ()  # of these, our names that config.json may use, too: transformers' attribute_map
     fields: Mapping[str, Field] = field(default_factory=dict)  # that only this family, or few, have
     ignores_types: bool = False  # a model without token types takes token_type_ids, which its tokenizer makes
+    # Whether transformers computes hidden states of masked tokens as of others, if nothing attends to them.
+    masked_tokens_attend: bool = True
     fixed: tuple[str, ...] = ()  # fields that its config.json does not have: only the default is possible
     only_values: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: ONLY_VALUES)
     upgrade_config: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # entries of files -> ours

@@ -102,6 +102,7 @@ def _operands(layer: nn.Module, spec: LayerSpec, x, context: LayerContext):
         "softmax_scale": attention.softmax_scale,
         "window_size": attention.window_size,
         "window_positions": context.window_positions,
+        "num_keys": batch.num_keys,
         "rotary": rotary,
         "relative": relative,
     }

@@ -81,7 +81,8 @@ def run_on_context(
     tables = tuple([context.rotary[rotary] for rotary in _rotaries(specs)]) if context.rotary else ()
     has_relative = bool(context.relative) and any([spec.relative_bits for spec in specs])
     relative = _relatives(layers, specs, context, ops.compute_dtype(x)) if has_relative else ()
-    arguments, batch = (context.batch.cu_seqlens, tables, context.window_positions, relative), context.batch
+    batch = context.batch
+    arguments = (batch.cu_seqlens, tables, context.window_positions, relative, batch.num_keys)
     return call(*arguments, max_seqlen=batch.max_seqlen, cache=batch.cache) if trains else call(*arguments)
 
 

@@ -34,6 +34,9 @@ IGNORED = frozenset(
 )
 
 
+_CLEARED = "clears what it has of tokens that are masked: they cannot attend to others"
+
+
 def check_tensors(arguments: Mapping[str, Any]) -> None:
     """Raises InputError where an argument that stands for a tensor is something else: a text, a list, an array."""
     for name, value in arguments.items():
@@ -128,12 +131,13 @@ def prepare_inputs(
     arguments: ModelInputs,
     labels: torch.Tensor | None = None,
     has_padding: bool | None = None,
+    query_only: torch.Tensor | None = None,
 ) -> EncoderInputs:
     """Check and pack what a user passed: padded (batch, seqlen); or packed, (total_tokens,), with offsets or a batch.
 
     Ids are checked against `tables`, whatever `config` says of them; where `batch` knows their bounds, the device is
-    not waited for. `labels` and `has_padding`: as PackedBatch.from_mask has them. Raises InputError, naming the value
-    and the limit.
+    not waited for. `labels`, `has_padding` and `query_only`: as PackedBatch.from_mask has them. Raises InputError, and
+    names the value and the limit.
     """
     values, grid, packed = _check_values(arguments, tables)
     attention_mask, cu_seqlens, batch = arguments.attention_mask, arguments.cu_seqlens, arguments.batch
@@ -171,7 +175,10 @@ def prepare_inputs(
     elif cu_seqlens is not None:
         batch = PackedBatch.from_cu_seqlens(cu_seqlens, arguments.max_seqlen, grid[0], ranges)
     else:
-        batch = PackedBatch.from_mask(attention_mask, grid[0], grid[1], values.device, ranges, labels, has_padding)
+        known = (ranges, labels, has_padding, query_only)
+        batch = PackedBatch.from_mask(attention_mask, grid[0], grid[1], values.device, *known)
+    if batch.num_keys is not None and not config.family.masked_tokens_attend:
+        raise InputError(f"query_only_mask: {config.model_type} {_CLEARED}")
     if position_ids is None and batch.seqlen is None:
         _check_length(batch.max_seqlen, limit)
     if position_ids is None and config.family.positions_from_ids and limit is not None:

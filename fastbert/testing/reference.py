@@ -94,6 +94,7 @@ def attention(
     dropout_p=0.0,
     window_size=(-1, -1),
     window_positions=None,
+    num_keys=None,
     rotary=None,
     relative=None,
 ):
@@ -103,8 +104,8 @@ def attention(
     `keep`, bool (total_tokens, num_heads, at least the longest length), is the dropout mask that was used: for each
     query, by the key's index in the sequence. window_size (left, right), -1: no end; a query at position p sees the
     keys at p - left to p + right, positions being 0, 1, 2... in each sequence, or those of window_positions
-    (total_tokens,). `rotary` is (cos, sin, interleaved, by_token). `relative` is (rows, key, query, bias, positions),
-    as fastbert.ops.Relative has them.
+    (total_tokens,). Of each sequence the first num_keys (batch,) tokens are keys, all if None. `rotary` is (cos, sin,
+    interleaved, by_token). `relative` is (rows, key, query, bias, positions), as fastbert.ops.Relative has them.
     """
     if rotary is not None:
         cos, sin, *layout = rotary
@@ -115,7 +116,7 @@ def attention(
     offsets = cu_seqlens.tolist()
     left, right = (math.inf if side < 0 else side for side in window_size)
     pieces = []
-    for start, stop in pairwise(offsets):
+    for i, (start, stop) in enumerate(pairwise(offsets)):
         qs, ks, vs = (t[start:stop].transpose(0, 1) for t in (q, k, v))
         if stop > start:
             scores = qs @ ks.transpose(1, 2)
@@ -128,8 +129,12 @@ def attention(
             else:
                 position = window_positions[start:stop].long()
             distance = position[None, :] - position[:, None]  # of a key (column) from a query (row)
-            scores = torch.where((distance >= -left) & (distance <= right), scores, -math.inf)
-            probs = softmax(scores)
+            seen = (distance >= -left) & (distance <= right)
+            if num_keys is not None:
+                seen = seen & (torch.arange(stop - start, device=q.device) < num_keys[i])
+            sees_any = seen.any(-1, keepdim=True)
+            probs = softmax(torch.where(sees_any, torch.where(seen, scores, -math.inf), 0.0))
+            probs = torch.where(sees_any, probs, 0.0)
             if keep is not None:
                 kept = keep[start:stop, :, : stop - start].transpose(0, 1)
                 probs = torch.where(kept, probs / (1.0 - dropout_p), torch.zeros_like(probs))
@@ -203,7 +208,16 @@ def zero_centered_rms_norm(x, weight, eps=1e-6):
 
 
 def encoder_layer(
-    x, spec, linears, norms, cu_seqlens, table=None, window_positions=None, keeps=(None,) * 4, relative=None
+    x,
+    spec,
+    linears,
+    norms,
+    cu_seqlens,
+    table=None,
+    window_positions=None,
+    num_keys=None,
+    keeps=(None,) * 4,
+    relative=None,
 ):
     """A layer of a LayerSpec; `keeps` are the masks of its dropouts that were used, in the order of `spec.dropouts`.
 
@@ -246,6 +260,7 @@ def encoder_layer(
         dropouts[0],
         attention_spec.window_size,
         window_positions,
+        num_keys,
         table,
         relative,
     )

@@ -110,7 +110,7 @@ def words_of_sequence(first_token, n, num_heads, offset, seed):
 @each_isa
 def test_the_mask_is_that_of_the_counters(backend, dtype):
     num_heads, head_dim, (seed, offset), p = 2, 32, (2**61 + 5, 2**40 + 1), 0.25
-    form = (None, None, None, 1.0, p, -1, -1, False, False)
+    form = (None, None, None, None, 1.0, p, -1, -1, False, False)
     given, width = torch.tensor([seed, offset]), max(EDGES.lengths)
     position = torch.cat([torch.arange(n) for n in EDGES.lengths])
     q = torch.zeros(EDGES.total_tokens, num_heads, head_dim, dtype=dtype)

@@ -47,7 +47,8 @@ def test_opcheck(dropout_p):
     (q, k, v), (cos, sin, *kind) = make(SLACK, (4, 2)), rotary_of(SLACK, 32, "pairs-by-token")
     philox = torch.tensor([2**61 + 5, 2**40 + 1]) if dropout_p else None
     forward, backward = (getattr(torch.ops.fastbert, f"attention_{d}_cpu").default for d in ("fwd", "bwd"))
-    form = (positions(SLACK), cos, sin, 0.2, dropout_p, 2, 3, *kind)
+    num_keys = torch.tensor(SLACK.lengths, dtype=torch.int32) // 2
+    form = (positions(SLACK), num_keys, cos, sin, 0.2, dropout_p, 2, 3, *kind)
     for return_stats in (True, False):
         torch.library.opcheck(forward, (q, k, v, SLACK.cu_seqlens, philox, *form, return_stats))
     out, stats = forward(q, k, v, SLACK.cu_seqlens, philox, *form, True)
@@ -84,7 +85,8 @@ def test_opcheck_of_relative_terms(terms, dropout_p):
     tensors, relative = make(SLACK, 2, 16), make_terms(SLACK, terms, "buckets", 2, 16, torch.float32, holes(SLACK))
     philox = torch.tensor([2**61 + 5, 2**40 + 1]) if dropout_p else None
     forward, backward = (getattr(torch.ops.fastbert, f"attention_relative_{d}_cpu").default for d in ("fwd", "bwd"))
-    given = (SLACK.cu_seqlens, philox, None, *relative, 0.2, dropout_p, 2, 3)
+    num_keys = torch.tensor(SLACK.lengths, dtype=torch.int32) // 2
+    given = (SLACK.cu_seqlens, philox, None, num_keys, *relative, 0.2, dropout_p, 2, 3)
     for return_stats in (True, False):
         torch.library.opcheck(forward, (*tensors, *given, return_stats))
     out, stats = forward(*tensors, *given, True)

@@ -41,11 +41,11 @@ ONES = Lengths("ones", (1,) * 8)
 @pytest.mark.parametrize("tile", (16, 64, 128))
 def test_tiles_cover_every_token_once(case, tile):
     tiles = torch.ops.fastbert.attention_tiles_triton(case.cu_seqlens, case.total_tokens, tile)
-    assert tiles.shape == (case.total_tokens // tile + len(case.lengths) + 1, 4) and tiles.dtype == torch.int32
+    assert tiles.shape == (case.total_tokens // tile + len(case.lengths) + 1, 8) and tiles.dtype == torch.int32
     offsets, seen, lengths = case.cu_seqlens.tolist(), [], []
-    for first, last, begin, end in tiles.tolist():
+    for first, last, begin, end, queries_end, *unused in tiles.tolist():
         seen += range(first, last)
-        assert last - first <= tile
+        assert last - first <= tile and queries_end == end and unused == [0] * 3
         if first == last:
             continue
         if first >= offsets[-1]:
@@ -57,6 +57,30 @@ def test_tiles_cover_every_token_once(case, tile):
         lengths.append(end - begin)
     assert sorted(seen) == list(range(case.total_tokens))
     assert lengths == sorted(lengths, reverse=True)  # the longest first
+
+
+@halved
+@pytest.mark.parametrize("case", (*LENGTHS, LONG, MANY), ids=lambda c: c.id)
+@pytest.mark.parametrize("tile", (16, 64, 128))
+def test_tiles_of_keys_and_of_queries_alone(case, tile):
+    """A tile has one of them: all see the keys, and queries alone are seen by none."""
+    counts = [min(n, 3 * i % 71) for i, n in enumerate(case.lengths)]
+    num_keys = torch.tensor(counts, dtype=torch.int32)
+    tiles = torch.ops.fastbert.attention_tiles_triton(case.cu_seqlens, case.total_tokens, tile, num_keys)
+    assert tiles.shape == (case.total_tokens // tile + 2 * len(case.lengths) + 1, 8)
+    offsets, seen = case.cu_seqlens.tolist(), []
+    for first, last, begin, end, queries_end, *_ in tiles.tolist():
+        seen += range(first, last)
+        assert last - first <= tile
+        if first == last or first >= offsets[-1]:
+            assert first == last or begin == end == queries_end
+            continue
+        sequence = max(i for i, offset in enumerate(offsets) if offset <= first)
+        assert (begin, end) == (offsets[sequence], offsets[sequence] + counts[sequence])
+        are_keys = first < end
+        assert last <= end if are_keys else (first - end) % tile == 0 and last <= offsets[sequence + 1]
+        assert queries_end == (offsets[sequence + 1] if are_keys else begin)
+    assert sorted(seen) == list(range(case.total_tokens))
 
 
 def test_layers_share_the_list_of_tiles():
@@ -121,7 +145,10 @@ def test_opcheck(dropout_p):
     q, k, v = torch.cat(make(SLACK, (4, 2), 16), 1).split((4, 2, 2), 1)
     cos, sin, *kind = rotary_of(SLACK, 16, "pairs-by-token")
     namespace, philox = torch.ops.fastbert, torch.tensor([2**61 + 5, 2**40 + 1]) if dropout_p else None
-    torch.library.opcheck(namespace.attention_tiles_triton.default, (SLACK.cu_seqlens, SLACK.total_tokens, 16))
+    num_keys = torch.tensor(SLACK.lengths, dtype=torch.int32) // 2
+    for rest in ((), (num_keys,)):
+        arguments = (SLACK.cu_seqlens, SLACK.total_tokens, 16, *rest)
+        torch.library.opcheck(namespace.attention_tiles_triton.default, arguments)
     tiles = tiles_of(SLACK.cu_seqlens, SLACK.total_tokens, 16, None)
     torch.library.opcheck(namespace.rotary_triton.default, (q, k, cos, sin, tiles, 16, *kind))
     options = (tiles, philox, positions(SLACK), 16, 0.2, dropout_p, [2, -1])

@@ -14,6 +14,7 @@ from layer_specs import (
     CASES,
     CU_SEQLENS,
     HIDDEN,
+    NUM_KEYS,
     ROTARIES,
     TOKENS,
     WITH_HOLES,
@@ -74,10 +75,11 @@ def test_against_oracle(name, dtype):
 @torch.no_grad()
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("name", ("modernbert", "mixed", "rms, grouped"))
-def test_every_isa_and_windows_by_position(name, backend):
+def test_every_isa_windows_by_position_and_tokens_that_attend_alone(name, backend):
     with backend_with_isa(backend):
         for dtype in DTYPES:
             check(name, dtype, positions=WITH_HOLES)
+            check(name, dtype, num_keys=NUM_KEYS)
 
 
 @halved
@@ -158,7 +160,8 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> tuple:
     layers, x, norm = make_stack(name, dtype)
     *of_layers, _, _ = operands_of(layers, norm)
     tables = [t for table in rotary_tables() for t in table[:2]]
-    return x, CU_SEQLENS, *of_layers, tables, [0, 0, 3], WITH_HOLES.int(), *relative_lists_of(layers, dtype), []
+    shared = (tables, [0, 0, 3], WITH_HOLES.int(), NUM_KEYS)
+    return x, CU_SEQLENS, *of_layers, *shared, *relative_lists_of(layers, dtype), []
 
 
 @left_to_full(lambda p: p["name"] != "disentangled")  # others have less, and test_compiled traces "modernbert"
@@ -180,7 +183,7 @@ def test_opcheck(name):
         (8, lambda layers: [0, 1], "there are no numbers 1"),
         (9, lambda ints: ints[1:], "a layer's numbers are 16 whole ones"),
         (10, lambda floats: floats[1:], "a layer's numbers are 16 whole ones and 11 others, got 16 and 10"),
-        (17, lambda relative: [torch.ones(3, 4, 8)], "there are 1 relative terms, too many for the layers"),
+        (18, lambda relative: [torch.ones(3, 4, 8)], "there are 1 relative terms, too many for the layers"),
     ),
 )
 def test_lists_that_do_not_fit(at, change, message):

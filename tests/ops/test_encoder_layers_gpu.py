@@ -11,6 +11,7 @@ from layer_specs import (
     CASES,
     CU_SEQLENS,
     HIDDEN,
+    NUM_KEYS,
     POSITIONS,
     TOKENS,
     WITH_HOLES,
@@ -146,6 +147,14 @@ def test_one_token_no_gradient_of_x_and_rows_that_lie_apart(name, op):
             return fused(op, several.layers, x, **shared)
 
         assert_same(differentiate(run, layer, x, needs_dx=False), expected)
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("name", ("local", "post"))
+def test_tokens_that_attend_alone(name, op):
+    with use_backend("triton"):
+        check([CASES[name]], "float32", name=name, op=op, num_keys=NUM_KEYS)
 
 
 @pytest.mark.simulated

@@ -12,6 +12,7 @@ from layer_specs import (
     CASES,
     CU_SEQLENS,
     HIDDEN,
+    NUM_KEYS,
     TOKENS,
     WITH_HOLES,
     Case,
@@ -52,11 +53,12 @@ def test_dropout_against_oracle(name, mode):
 @thinned(3)
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("name", ("local", "rms, grouped", "post, merged", "disentangled", "bias by distance"))
-def test_every_isa_and_windows_by_position(name, backend):
+def test_every_isa_windows_by_position_and_tokens_that_attend_alone(name, backend):
     case = CASES[name].with_dropouts(0.1, 0.2, 0.3, 0.4)
     with backend_with_isa(backend):
         for mode in MODES:
             check([case], mode, masks(case, 7), 7, name, positions=WITH_HOLES)
+            check([case], mode, masks(case, 7), 7, name, num_keys=NUM_KEYS)
 
 
 def results(name: str, x: torch.Tensor, needs_dx: bool = True, run=fused, **shared) -> dict[str, torch.Tensor]:
@@ -162,7 +164,7 @@ def arguments(name: str, count: int = 1, dtype: torch.dtype = torch.bfloat16) ->
     weights, biases, _, _, norms, activation, layers, ints, floats, _, _, _ = operands_of(made)
     tables = [t for table in rotary_tables() for t in table[:2]]
     philox = torch.arange(8 * count).view(count, 4, 2)
-    shared = (tables, [0, 0, 3], WITH_HOLES.int(), *relative_lists_of(made, dtype))
+    shared = (tables, [0, 0, 3], WITH_HOLES.int(), NUM_KEYS, *relative_lists_of(made, dtype))
     return [X, CU_SEQLENS, weights, biases, norms, philox, activation, layers, ints, floats, *shared, dtype]
 
 
@@ -197,7 +199,7 @@ def test_operands_that_do_not_fit():
         (7, lambda layers: [], "there are no layers"),
         (8, lambda ints: [3, *ints[1:]], "num_heads is 3, num_kv_heads 4"),
         (8, lambda ints: [*ints[:SCALES], 1, *ints[SCALES + 1 :]], "int8 weights have no gradients"),
-        (15, lambda relative: [torch.ones(3, 4, 8)], "there are 1 relative terms, too many for the layers"),
+        (16, lambda relative: [torch.ones(3, 4, 8)], "there are 1 relative terms, too many for the layers"),
     ):
         wrong = [*given[:at], change(given[at]), *given[at + 1 :]]
         with pytest.raises(RuntimeError, match=message):

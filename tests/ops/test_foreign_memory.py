@@ -182,9 +182,11 @@ def test_offsets_beyond_the_tokens(offsets):
             .isnan()
             .all()
         )
-    tiles = torch.ops.fastbert.attention_tiles_triton(cu_seqlens, 12, 16)
-    first, end, begin, keys_end = tiles.unbind(1)
-    assert ((first >= 0) & (first <= end) & (end <= 12) & (begin >= 0) & (begin <= keys_end) & (keys_end <= 12)).all()
+    for num_keys in (None, cu_seqlens[1:] * 0 + 2**30, cu_seqlens[1:] * 0 - 7, cu_seqlens[1:]):
+        tiles = torch.ops.fastbert.attention_tiles_triton(cu_seqlens, 12, 16, num_keys)
+        first, end, begin, *ends = tiles[:, :5].unbind(1)
+        assert ((first >= 0) & (first <= end) & (end <= 12) & (begin >= 0)).all()
+        assert all(((begin <= last) & (last <= 12)).all() for last in ends)
     q = x.view(12, 2, 20)
     out = ops.attention(q, q, q, cu_seqlens, 12, backend="triton")
     assert out.shape == q.shape
@@ -197,8 +199,9 @@ def test_the_list_of_tiles_ends_where_it_ends():
 
     cu_seqlens = torch.tensor([0, 64, 0, 64, 0, 64], dtype=torch.int32, device=ON_GPU)
     room = 64 // 16 + 6
-    tiles = torch.full((2 * room, 4), -9, dtype=torch.int32, device=ON_GPU)
-    attention._attention_tiles_kernel[(1,)](cu_seqlens, tiles, 5, 64, room, BLOCK_TILE=16, BLOCK_B=16, BLOCK_R=128)
+    tiles = torch.full((2 * room, 8), -9, dtype=torch.int32, device=ON_GPU)
+    blocks = {"BLOCK_TILE": 16, "BLOCK_B": 16, "BLOCK_R": 128, "HAS_NUM_KEYS": False}
+    attention._attention_tiles_kernel[(1,)](cu_seqlens, None, tiles, 5, 64, room, **blocks)
     assert (tiles[room:] == -9).all() and (tiles[:room] != -9).all()
 
 

@@ -61,7 +61,7 @@ def test_attention_as_it_is_traced(case, dtype):
     cu_seqlens, longest = case.cu_seqlens, max(case.lengths)
     check_attention(
         lambda q, k, v: torch_backend._attention_padded(
-            q, k, v, cu_seqlens, longest, None, AttentionOptions(32**-0.5), None
+            q, k, v, cu_seqlens, longest, None, None, AttentionOptions(32**-0.5), None
         ),
         lambda q, k, v: reference.attention(q, k, v, cu_seqlens),
         qkv(case),

@@ -182,8 +182,11 @@ def attention_cases() -> Iterator[Case]:
 def tiles_cases() -> Iterator[Case]:
     types = {"cu_seqlens_ptr": "*i32", "tiles_ptr": "*i32"}
     types |= dict.fromkeys(("batch_size", "total_tokens", "num_tiles"), "i32")
-    constants = {"BLOCK_TILE": 128, "BLOCK_B": 16, "BLOCK_R": 128}
-    yield Case("attention._attention_tiles_kernel", "i32", types, constants, num_warps=4, wide_loads=0)
+    for has_num_keys in (False, True):
+        constants = {"BLOCK_TILE": 128, "BLOCK_B": 16, "BLOCK_R": 128, "HAS_NUM_KEYS": has_num_keys}
+        pointers = types | {"num_keys_ptr": "*i32"} if has_num_keys else types
+        constants |= {} if has_num_keys else {"num_keys_ptr": None}
+        yield Case("attention._attention_tiles_kernel", "i32", pointers, constants, num_warps=4, wide_loads=0)
 
 
 def rotary_cases() -> Iterator[Case]:

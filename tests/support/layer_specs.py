@@ -28,6 +28,7 @@ HIDDEN, INTERMEDIATE, HEAD_DIM = 48, 72, 16
 LENGTHS = (5, 1, 12, 0, 33)
 TOKENS = sum(LENGTHS)
 CU_SEQLENS = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
+NUM_KEYS = CU_SEQLENS.diff() // 2  # where some tokens attend alone
 
 EPS = (1e-5, 1e-6, 1e-4, 2e-5, 3e-5, 4e-6)  # by the order of NORMS
 # Of the tables of a call: by position, of another theta, and by token and interleaved.
@@ -229,13 +230,15 @@ def make_final_norm(kind: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     return weight + 3, bias if kind == "layer" else None
 
 
-def fused(op: str, layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU_SEQLENS, positions=None):
+def fused(
+    op: str, layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU_SEQLENS, positions=None, num_keys=None
+):
     """The layers as one op; a refusal is an error. `positions`: those that windows go by."""
     found = ops.try_fused(op, x, lambda: operands_of(layers, final_norm))
     assert callable(found), found
     relative = [ops.Relative(RELATIVE_ROWS, **layer.tables) for layer in layers if layer.tables]
     relative = [terms.to(ops.compute_dtype(x)) for terms in relative]
-    return found(cu_seqlens, rotary_tables(), None if positions is None else positions.int(), relative)
+    return found(cu_seqlens, rotary_tables(), None if positions is None else positions.int(), relative, num_keys)
 
 
 def operands_of(layers: list[Layer], final_norm=None, rotaries=ROTARIES) -> ops.LayerOperands:

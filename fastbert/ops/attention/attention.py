@@ -39,8 +39,8 @@ UNLIMITED: Window = (-1, -1)
 # rows. q, k, dq and dk are those before the rotation by cos and sin.
 
 _FORM = (
-    "Tensor? window_positions, Tensor? cos, Tensor? sin, float softmax_scale, float dropout_p, int window_left,"
-    " int window_right, bool interleaved, bool by_token"
+    "Tensor? window_positions, Tensor? num_keys, Tensor? cos, Tensor? sin, float softmax_scale, float dropout_p,"
+    " int window_left, int window_right, bool interleaved, bool by_token"
 )
 _FWD_CPU_SCHEMA = (
     f"(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? philox, {_FORM}, bool return_stats)"
@@ -64,10 +64,10 @@ def _bwd_fake(dout, q, k, v, *others):
 _FWD_CPU = define("attention_fwd_cpu", _FWD_CPU_SCHEMA, _fwd_fake)
 _BWD_CPU = define("attention_bwd_cpu", _BWD_CPU_SCHEMA, _bwd_fake)
 
-# The Triton kernels take the list of tiles instead, which is made once a batch: int32 (num_tiles, 4), of `tile` tokens
-# each. window_size: (left, right), -1 = unlimited. Statistics are of scores times the sign of softmax_scale. The
-# gradients stand beside each other, (total_tokens, the heads of q, k and v, head_dim), as the merged projection's
-# backward wants them; with cos and sin they are those of q and k before `rotary`.
+# The Triton kernels take the list of tiles instead, which is made once a batch and has num_keys in it: int32
+# (num_tiles, 8), of `tile` tokens each. window_size: (left, right), -1 = unlimited. Statistics are of scores times the
+# sign of softmax_scale. The gradients stand beside each other, (total_tokens, the heads of q, k and v, head_dim), as
+# the merged projection's backward wants them; with cos and sin they are those of q and k before `rotary`.
 
 _FWD_TRITON_SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor tiles, Tensor? philox, Tensor? window_positions, int tile,"
@@ -98,6 +98,7 @@ class AttentionOptions(NamedTuple):
     by_token: bool = False
     tile: int = 0  # of the Triton kernels: see `_tile`
     has_relative: bool = False
+    has_num_keys: bool = False
 
 
 def _supports_cpu(q, k, v, options) -> str | None:
@@ -110,6 +111,8 @@ def _supports_cpu(q, k, v, options) -> str | None:
 
 def _supports_triton(q, k, v, options) -> str | None:
     largest = 64 if q.dtype is torch.float32 else 128  # what registers hold
+    if options.has_relative and options.has_num_keys:
+        return "relative terms beside num_keys"
     if options.has_relative and q.shape[-1] > largest:
         return f"relative terms in {q.dtype} with a head_dim of {q.shape[-1]} (has 2 to {largest})"
     return triton_unsupported(q) or _head_dim_unsupported(q)
@@ -150,6 +153,15 @@ def _check_window(op: str, q: torch.Tensor, window_size: Window, window_position
         )
 
 
+def _check_num_keys(op: str, num_keys: torch.Tensor, cu_seqlens: torch.Tensor) -> None:
+    batch = cu_seqlens.shape[0] - 1
+    if num_keys.dtype is not torch.int32 or num_keys.shape != (batch,):
+        raise ValueError(
+            f"{op}: num_keys is {num_keys.dtype} of shape {tuple(num_keys.shape)}; it must be torch.int32 of shape"
+            f" (batch,) = ({batch},)"
+        )
+
+
 def _scale(op: str, q: torch.Tensor, softmax_scale: float | None) -> float:
     if softmax_scale is None:
         return q.shape[-1] ** -0.5
@@ -186,17 +198,17 @@ def _tile(head_dim: int, max_seqlen: int, is_fp32: bool) -> int:
     return tile
 
 
-def _form(options, window_positions, cos, sin):
+def _form(options, window_positions, num_keys, cos, sin):
     """What the CPU's kernels take of the kind of attention: _FORM."""
     softmax_scale, dropout_p, window_size, interleaved, by_token, *_ = options
-    return window_positions, cos, sin, softmax_scale, dropout_p, *window_size, interleaved, by_token
+    return window_positions, num_keys, cos, sin, softmax_scale, dropout_p, *window_size, interleaved, by_token
 
 
-def _launch(backend, options, q, k, v, where, philox, window_positions, cos, sin, return_stats):
-    """where: cu_seqlens (cpu), or the tiles (triton, of which cos and sin have been used before)."""
+def _launch(backend, options, q, k, v, where, philox, window_positions, num_keys, cos, sin, return_stats):
+    """where: cu_seqlens (cpu), or the tiles (triton, of which num_keys, cos and sin have been used before)."""
     if backend is Backend.CPU:
-        return _FWD_CPU(q, k, v, where, philox, *_form(options, window_positions, cos, sin), return_stats)
-    softmax_scale, dropout_p, window_size, _, _, tile, _ = options
+        return _FWD_CPU(q, k, v, where, philox, *_form(options, window_positions, num_keys, cos, sin), return_stats)
+    softmax_scale, dropout_p, window_size, _, _, tile, *_ = options
     return _FWD_TRITON(
         q, k, v, where, philox, window_positions, tile, softmax_scale, dropout_p, window_size, return_stats
     )
@@ -208,21 +220,21 @@ def _rotate_triton(options, q, k, tiles, cos, sin):
     return rotary_triton(q, k, cos, sin, tiles, options.tile, options.interleaved, options.by_token)
 
 
-def _forward(backend, options, q, k, v, where, philox, window_positions, cos, sin):
+def _forward(backend, options, q, k, v, where, philox, window_positions, num_keys, cos, sin):
     """cos, sin: q and k are rotated here, so that the gradients are, too, where attention's backward has put them."""
     if backend is Backend.TRITON:
         q, k = _rotate_triton(options, q, k, where, cos, sin)
-    out, softmax_stats = _launch(backend, options, q, k, v, where, philox, window_positions, cos, sin, True)
-    return out, (q, k, v, out, softmax_stats, where, philox, window_positions, cos, sin)
+    out, softmax_stats = _launch(backend, options, q, k, v, where, philox, window_positions, num_keys, cos, sin, True)
+    return out, (q, k, v, out, softmax_stats, where, philox, window_positions, num_keys, cos, sin)
 
 
 def _backward(backend, options, needed, saved, dout):
     """Probabilities are recomputed from softmax_stats."""
-    *operands, window_positions, cos, sin = saved
+    *operands, window_positions, num_keys, cos, sin = saved
     if backend is Backend.CPU:
-        gradients = _BWD_CPU(dout, *operands, *_form(options, window_positions, cos, sin))
+        gradients = _BWD_CPU(dout, *operands, *_form(options, window_positions, num_keys, cos, sin))
     else:
-        softmax_scale, dropout_p, window_size, interleaved, by_token, tile, _ = options
+        softmax_scale, dropout_p, window_size, interleaved, by_token, tile, *_ = options
         dqkv = _BWD_TRITON(
             dout,
             *operands,
@@ -238,7 +250,7 @@ def _backward(backend, options, needed, saved, dout):
         )
         num_heads, num_kv_heads = operands[0].shape[1], operands[1].shape[1]
         gradients = dqkv.split((num_heads, num_kv_heads, num_kv_heads), 1)
-    return *gradients, None, None, None, None, None
+    return *gradients, None, None, None, None, None, None
 
 
 _RULE = Rule(_forward, _backward)
@@ -255,6 +267,7 @@ def attention(
     dropout_p: float = 0.0,
     window_size: Window = UNLIMITED,
     window_positions: torch.Tensor | None = None,
+    num_keys: torch.Tensor | None = None,
     rotary: Rotary | None = None,
     relative: Relative | None = None,
     cache: dict | None = None,
@@ -276,13 +289,16 @@ def attention(
         window_positions: int32 (total_tokens,), ascending in each sequence: a query sees a key where
             -left <= position of the key - position of the query <= right. Default: their places 0, 1, 2... in the
             sequence. Padded columns, by which transformers counts, are others where a mask has holes.
+        num_keys: int32 (batch,): the first so many tokens of each sequence are keys, and the others are queries alone:
+            they attend, and nothing attends to them, as to those that ColBERT expands queries by (Khattab & Zaharia
+            2020, section 3.2). Default: all tokens. The result of a query that sees no key is 0.
         rotary: q and k, not v, are rotated (Su et al. 2021, section 3.4.2), in fp32, and rounded to q's dtype: by
             tables of at least max_seqlen rows, a token's row being its place in its sequence, or by a row for each
             token. The tables take no gradient.
         relative: terms of the scores that go by the distance of a query and a key, and not beside `rotary`. The tables
             take gradients.
-        cache: a dict that lives as long as the batch; a backend keeps there what it derives from cu_seqlens, so that
-            the layers of one forward pass derive it once.
+        cache: a dict that lives as long as the batch; a backend keeps there what it derives from cu_seqlens and
+            num_keys, so that the layers of one forward pass derive it once.
         backend: None follows `use_backend`; a name forces that backend for this call.
 
     Returns:
@@ -290,14 +306,16 @@ def attention(
 
     Raises:
         ValueError: tensors on two devices, of two dtypes, or of shapes that do not fit; heads of k that do not divide
-            those of q; a cu_seqlens or window_positions of another dtype or shape; a softmax_scale that is not finite;
-            a window_size below -1; on a CPU (there RuntimeError or IndexError, too) offsets that do not fit the tokens,
-            and positions that do not ascend; of rotary, an odd head_dim, or tables of another shape, dtype or device,
-            that require a gradient, or with fewer positions than max_seqlen; of relative, tables that do not fit q, or
-            rows for shorter sequences.
+            those of q; a cu_seqlens, window_positions or num_keys of another dtype or shape; a softmax_scale that is
+            not finite; a window_size below -1; on a CPU (there RuntimeError or IndexError, too) offsets that do not fit
+            the tokens, positions that do not ascend, and more keys than tokens; of rotary, an odd head_dim, or tables
+            of another shape, dtype or device, that require a gradient, or with fewer positions than max_seqlen; of
+            relative, tables that do not fit q, or rows for shorter sequences.
         BackendError: the backend that was asked for cannot serve the call.
     """
-    check_devices("attention", q=q, k=k, v=v, cu_seqlens=cu_seqlens, window_positions=window_positions)
+    check_devices(
+        "attention", q=q, k=k, v=v, cu_seqlens=cu_seqlens, window_positions=window_positions, num_keys=num_keys
+    )
     cu_seqlens = int32_offsets("attention", cu_seqlens)
     if not (k.shape == q.shape == v.shape and q.dim() == 3):
         _check_heads("attention", q, k=k, v=v)
@@ -305,6 +323,9 @@ def attention(
         _check_window("attention", q, window_size, window_positions)
         window_positions = None if max(window_size) < 0 else window_positions
     options = AttentionOptions(_scale("attention", q, softmax_scale), dropout_p, window_size)
+    if num_keys is not None:
+        _check_num_keys("attention", num_keys, cu_seqlens)
+        options = options._replace(has_num_keys=True)
     if rotary is not None:
         check_rotary(q, rotary, max_seqlen)
         options = options._replace(interleaved=rotary.interleaved, by_token=rotary.by_token)
@@ -322,26 +343,27 @@ def attention(
     if chosen is Backend.TORCH:
         if rotary is not None:
             q, k = rotate((q, k), rotary, cu_seqlens, cache)
-        return attention_torch(q, k, v, cu_seqlens, max_seqlen, window_positions, options, cache, relative)
+        return attention_torch(q, k, v, cu_seqlens, max_seqlen, window_positions, num_keys, options, cache, relative)
     philox = draw_seeds(q.device) if dropout_p > 0 else None
     if relative is not None:
-        operands = (options, q, k, v, cu_seqlens, philox, window_positions, relative)
+        operands = (options, q, k, v, cu_seqlens, philox, window_positions)
         if chosen is Backend.TRITON:
-            return attention_relative_triton(*operands, max_seqlen, cache)
-        return attention_relative_cpu(*operands)
+            return attention_relative_triton(*operands, relative, max_seqlen, cache)
+        return attention_relative_cpu(*operands, num_keys, relative)
     where, cos, sin = cu_seqlens, None, None
     if rotary is not None:
         cos, sin = rotary.cos, rotary.sin
     if chosen is Backend.TRITON:
         options = options._replace(tile=_tile(q.shape[-1], max_seqlen, q.dtype is torch.float32))
-        where = tiles_of(cu_seqlens, q.shape[0], options.tile, cache)
+        where = tiles_of(cu_seqlens, q.shape[0], options.tile, cache, num_keys)
         if cos is not None and sin is not None:
             cos, sin = (t if t.stride(1) == 1 else t.contiguous() for t in (cos, sin))
     if needs_grad(q, k, v):
-        return Differentiable.apply(_RULE, chosen, options, q, k, v, where, philox, window_positions, cos, sin)
+        tensors = (q, k, v, where, philox, window_positions, num_keys, cos, sin)
+        return Differentiable.apply(_RULE, chosen, options, *tensors)
     if chosen is Backend.TRITON:
         q, k = _rotate_triton(options, q, k, where, cos, sin)
-    return _launch(chosen, options, q, k, v, where, philox, window_positions, cos, sin, False)[0]
+    return _launch(chosen, options, q, k, v, where, philox, window_positions, num_keys, cos, sin, False)[0]
 
 
 def attention_probs(
@@ -353,16 +375,20 @@ def attention_probs(
     softmax_scale: float | None = None,
     window_size: Window = UNLIMITED,
     window_positions: torch.Tensor | None = None,
+    num_keys: torch.Tensor | None = None,
     rotary: Rotary | None = None,
     relative: Relative | None = None,
 ) -> torch.Tensor:
     """The probabilities that `attention` never writes down, for `output_attentions=True`; before dropout.
 
     Arguments as of `attention`. Returns (batch, num_heads, max_seqlen, max_seqlen); zeros at query and key slots beyond
-    a sequence's length. Raises ValueError as `attention` does.
+    a sequence's length, and where a query sees no key. Raises ValueError as `attention` does.
     """
-    check_devices("attention_probs", q=q, k=k, cu_seqlens=cu_seqlens, window_positions=window_positions)
+    positions = {"window_positions": window_positions, "num_keys": num_keys}
+    check_devices("attention_probs", q=q, k=k, cu_seqlens=cu_seqlens, **positions)
     cu_seqlens = int32_offsets("attention_probs", cu_seqlens)
+    if num_keys is not None:
+        _check_num_keys("attention_probs", num_keys, cu_seqlens)
     _check_heads("attention_probs", q, k=k)
     _check_window("attention_probs", q, window_size, window_positions)
     _check_dtypes("attention_probs", q, k=k)
@@ -372,7 +398,7 @@ def attention_probs(
     if relative is not None:
         check_relative("attention_probs", q, k, relative, max_seqlen)
     options = AttentionOptions(_scale("attention_probs", q, softmax_scale), 0.0, window_size)
-    return attention_probs_torch(q, k, cu_seqlens, max_seqlen, window_positions, options, relative)
+    return attention_probs_torch(q, k, cu_seqlens, max_seqlen, window_positions, num_keys, options, relative)
 
 
 def attention_from_probs(probs: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,8 @@ from fastbert.ops.attention.relative import Relative
 # table that is None is (0,). Ops of their own: what plain attention passes on stays as it is.
 
 _TERMS = (
-    "Tensor? window_positions, Tensor rows, Tensor? key, Tensor? query, Tensor? bias, Tensor? positions,"
-    " float softmax_scale, float dropout_p, int window_left, int window_right"
+    "Tensor? window_positions, Tensor? num_keys, Tensor rows, Tensor? key, Tensor? query, Tensor? bias,"
+    " Tensor? positions, float softmax_scale, float dropout_p, int window_left, int window_right"
 )
 _FWD_SCHEMA = (
     f"(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? philox, {_TERMS}, bool return_stats)"
@@ -31,8 +31,8 @@ def _fwd_fake(q, *others):
     return q.new_empty(q.shape), q.new_empty(2 if others[-1] else 0, num_heads, total_tokens, dtype=torch.float32)
 
 
-def _bwd_fake(dout, q, k, v, out, softmax_stats, cu_seqlens, philox, window_positions, rows, key, query, bias, *others):
-    tables = (q.new_empty(0) if t is None else t.new_empty(t.shape) for t in (key, query, bias))
+def _bwd_fake(dout, q, k, v, out, softmax_stats, cu_seqlens, philox, window_positions, num_keys, rows, *terms):
+    tables = (q.new_empty(0) if t is None else t.new_empty(t.shape) for t in terms[:3])
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *tables
 
 
@@ -48,17 +48,17 @@ def _forward(backend, options, *tensors):
 
 def _backward(backend, options, needed, saved, dout):
     dq, dk, dv, dkey, dquery, dbias = _BWD(dout, *saved, options.softmax_scale, options.dropout_p, *options.window_size)
-    return dq, dk, dv, None, None, None, None, dkey, dquery, dbias, None
+    return dq, dk, dv, None, None, None, None, None, dkey, dquery, dbias, None
 
 
 _RULE = Rule(_forward, _backward)
 
 
-def attention_relative_cpu(options, q, k, v, cu_seqlens, philox, window_positions, relative: Relative):
+def attention_relative_cpu(options, q, k, v, cu_seqlens, philox, window_positions, num_keys, relative: Relative):
     """fastbert.ops.attention of checked operands; options: AttentionOptions."""
     rows, key, query, bias, positions = relative
     bias = None if bias is None else bias.float()
-    tensors = (q, k, v, cu_seqlens, philox, window_positions, rows, key, query, bias, positions)
+    tensors = (q, k, v, cu_seqlens, philox, window_positions, num_keys, rows, key, query, bias, positions)
     if needs_grad(q, k, v, key, query, bias):
         return Differentiable.apply(_RULE, Backend.CPU, options, *tensors)
     return _FWD(*tensors, options.softmax_scale, options.dropout_p, *options.window_size, False)[0]

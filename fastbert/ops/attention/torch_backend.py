@@ -245,7 +245,7 @@ def _places(index: torch.Tensor, relative: Relative) -> torch.Tensor:
     return relative.positions[index]
 
 
-def _attention_padded(q, k, v, cu_seqlens, max_seqlen, window_positions, options, relative: Relative | None):
+def _attention_padded(q, k, v, cu_seqlens, max_seqlen, window_positions, num_keys, options, relative: Relative | None):
     """One SDPA call on the (batch, max_seqlen) rectangle: what torch.compile traces, with no data-dependent shape."""
     total_tokens, window_size = q.shape[0], options.window_size
     if 0 in (total_tokens, cu_seqlens.shape[0] - 1, max_seqlen):
@@ -253,11 +253,19 @@ def _attention_padded(q, k, v, cu_seqlens, max_seqlen, window_positions, options
     index, real = _padded_slots(total_tokens, cu_seqlens, max_seqlen)
     operands = [t.index_select(0, index.flatten()).view(*index.shape, *t.shape[1:]) for t in (q, k, v)]
     # A sequence without tokens attends to slot 0, which is then dropped: no row is fully masked.
-    mask = (real | (torch.arange(max_seqlen, device=q.device) == 0))[:, None, None, :]
+    is_first = torch.arange(max_seqlen, device=q.device) == 0
+    mask = (real | is_first)[:, None, None, :]
     if max(window_size) >= 0:
         mask = mask & _window(index, window_size, window_positions)
+    sees_any = None
+    if num_keys is not None:
+        mask = mask & _are_keys(num_keys, max_seqlen)
+        sees_any = mask.any(-1, keepdim=True)
+        mask = mask | (is_first & ~sees_any)
     places = None if relative is None else _places(index, relative)
     out = _rectangle_attention(operands, mask, options, relative, places)
+    if sees_any is not None:
+        out = torch.where(sees_any.transpose(1, 2), out, 0.0)
     return _back_to_tokens(out, cu_seqlens, total_tokens)
 
 
@@ -269,6 +277,20 @@ def _back_to_tokens(out: torch.Tensor, cu_seqlens: torch.Tensor, total_tokens: i
     slot = (torch.arange(total_tokens, device=out.device) - cu_seqlens[sequence].long()).clamp(max=max_seqlen - 1)
     flat = (sequence * max_seqlen + slot).clamp(min=0)
     return torch.where(inside[:, None, None], out.reshape(-1, *out.shape[2:]).index_select(0, flat), 0.0)
+
+
+def _are_keys(num_keys, max_seqlen):
+    """(batch, 1, 1, max_seqlen): the slots that queries may see."""
+    return (torch.arange(max_seqlen, device=num_keys.device) < num_keys[:, None])[:, None, None, :]
+
+
+def _check_num_keys(num_keys, cu_seqlens):
+    """Raise ValueError where a sequence has more keys than tokens, and a look costs no wait."""
+    if num_keys is None or not num_keys.is_cpu or torch.compiler.is_compiling():
+        return
+    for i, (keys, length) in enumerate(zip(num_keys.tolist(), cu_seqlens.diff().tolist(), strict=True)):
+        if not 0 <= keys <= length:
+            raise ValueError(f"num_keys[{i}] is {keys}; the sequence has {length} tokens")
 
 
 def _window(index, window_size, window_positions):
@@ -304,12 +326,13 @@ def _check_relative_positions(relative: Relative | None, cu_seqlens):
         _check_positions("relative.positions", relative.positions, cu_seqlens, relative.longest)
 
 
-def attention_torch(q, k, v, cu_seqlens, max_seqlen, window_positions, options, cache, relative=None):
-    if torch.compiler.is_compiling() or max(options.window_size) >= 0:
+def attention_torch(q, k, v, cu_seqlens, max_seqlen, window_positions, num_keys, options, cache, relative=None):
+    if torch.compiler.is_compiling() or max(options.window_size) >= 0 or num_keys is not None:
         check_offsets_on_cpu("attention", cu_seqlens, q.shape[0], max_seqlen)
         _check_positions("window_positions", window_positions, cu_seqlens)
+        _check_num_keys(num_keys, cu_seqlens)
         _check_relative_positions(relative, cu_seqlens)
-        return _attention_padded(q, k, v, cu_seqlens, max_seqlen, window_positions, options, relative)
+        return _attention_padded(q, k, v, cu_seqlens, max_seqlen, window_positions, num_keys, options, relative)
     buckets = None if cache is None else cache.get("torch_buckets")
     if buckets is None:
         offsets = cu_seqlens.tolist()
@@ -321,7 +344,7 @@ def attention_torch(q, k, v, cu_seqlens, max_seqlen, window_positions, options, 
     return _attention_bucketed(q, k, v, buckets, options, relative)
 
 
-def attention_probs_torch(q, k, cu_seqlens, max_seqlen, window_positions, options, relative=None):
+def attention_probs_torch(q, k, cu_seqlens, max_seqlen, window_positions, num_keys, options, relative=None):
     """(batch, num_heads, max_seqlen, max_seqlen); zero where a query or key slot is padding, or beyond the window."""
     check_offsets_on_cpu("attention_probs", cu_seqlens, q.shape[0], max_seqlen)
     if q.shape[0] == 0:
@@ -340,14 +363,18 @@ def attention_probs_torch(q, k, cu_seqlens, max_seqlen, window_positions, option
         scores = _relative_scores(*heads_first, relative, pairs, options.softmax_scale).transpose(0, 1)
         scores = at_least_fp32(scores)
     has_window = max(options.window_size) >= 0
-    if not has_window and _is_full(cu_seqlens, max_seqlen):
+    if not has_window and num_keys is None and _is_full(cu_seqlens, max_seqlen):
         return scores.softmax(-1).to(q.dtype)
     seen = real[:, None, None, :]
     if has_window:
         _check_positions("window_positions", window_positions, cu_seqlens)
         seen = seen & _window(index, options.window_size, window_positions)
-    probs = scores.masked_fill(~seen, -math.inf).softmax(-1)
-    return torch.where(real[:, None, None, :] & real[:, None, :, None], probs, 0.0).to(q.dtype)
+    if num_keys is not None:
+        _check_num_keys(num_keys, cu_seqlens)
+        seen = seen & _are_keys(num_keys, max_seqlen)
+    # No infinity: a query may see no key.
+    probs = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1)
+    return torch.where(seen & real[:, None, :, None], probs, 0.0).to(q.dtype)
 
 
 def attention_from_probs_torch(probs, v, cu_seqlens):

@@ -221,8 +221,8 @@ define(
     "encoder_layers_cpu",
     "(Tensor x, Tensor cu_seqlens, Tensor[] weights, Tensor[] biases, Tensor[] weight_scales, Tensor[] input_scales,"
     " Tensor[] norms, str activation, int[] layers, int[] ints, float[] floats, float? final_eps, Tensor[] rotary,"
-    " int[] rotary_layouts, Tensor? window_positions, Tensor? relative_rows, Tensor? relative_positions,"
-    " Tensor[] relative, int[] versions) -> Tensor",
+    " int[] rotary_layouts, Tensor? window_positions, Tensor? num_keys, Tensor? relative_rows,"
+    " Tensor? relative_positions, Tensor[] relative, int[] versions) -> Tensor",
     lambda x, *others: torch.empty_like(x),
 )
 
@@ -246,13 +246,14 @@ def _run_inference(
     rotary: tuple[Rotary, ...] = (),
     window_positions: torch.Tensor | None = None,
     relative: Sequence[Relative] = (),
+    num_keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """relative: of each layer that has such terms; they share their rows and positions."""
-    check_devices("encoder_layers", x=x, cu_seqlens=cu_seqlens, window_positions=window_positions)
+    check_devices("encoder_layers", x=x, cu_seqlens=cu_seqlens, window_positions=window_positions, num_keys=num_keys)
     cu_seqlens = int32_offsets("encoder_layers", cu_seqlens)
     weights, *of_layers, _, _ = operands
     tables, versions = tables_of(rotary), versions_of(operands.weights)
-    shared = (window_positions, *relative_lists(relative), versions)
+    shared = (window_positions, num_keys, *relative_lists(relative), versions)
     return torch.ops.fastbert.encoder_layers_cpu(x, cu_seqlens, for_kernels(weights), *of_layers, *tables, *shared)
 
 

@@ -33,13 +33,14 @@ from fastbert.ops.seeds import draw_seeds
 _FWD_SCHEMA = (
     "(Tensor x, Tensor cu_seqlens, Tensor[] weights, Tensor[] biases, Tensor[] norms, Tensor? philox, str activation,"
     " int[] layers, int[] ints, float[] floats, Tensor[] rotary, int[] rotary_layouts, Tensor? window_positions,"
-    " Tensor? relative_rows, Tensor? relative_positions, Tensor[] relative, ScalarType dtype) -> Tensor[]"
+    " Tensor? num_keys, Tensor? relative_rows, Tensor? relative_positions, Tensor[] relative, ScalarType dtype)"
+    " -> Tensor[]"
 )
 _BWD_SCHEMA = (
     "(Tensor dout, Tensor x, Tensor cu_seqlens, Tensor[] weights, Tensor[] norms, Tensor[] kept, Tensor? philox,"
     " str activation, int[] layers, int[] ints, float[] floats, Tensor[] rotary, int[] rotary_layouts,"
-    " Tensor? window_positions, Tensor? relative_rows, Tensor? relative_positions, Tensor[] relative,"
-    " bool needs_dx) -> Tensor[]"
+    " Tensor? window_positions, Tensor? num_keys, Tensor? relative_rows, Tensor? relative_positions,"
+    " Tensor[] relative, bool needs_dx) -> Tensor[]"
 )
 
 
@@ -103,6 +104,7 @@ class _Shared(NamedTuple):
     cu_seqlens: torch.Tensor
     philox: torch.Tensor | None
     window_positions: torch.Tensor | None
+    num_keys: torch.Tensor | None
     relative_rows: torch.Tensor | None
     relative_positions: torch.Tensor | None
 
@@ -181,12 +183,14 @@ def _run_training(
     rotary: tuple[Rotary, ...] = (),
     window_positions: torch.Tensor | None = None,
     relative: Sequence[Relative] = (),
+    num_keys: torch.Tensor | None = None,
     *,
     max_seqlen: int | None = None,
     cache: dict | None = None,
 ) -> torch.Tensor:
     """max_seqlen, cache: for kernels that want to know; these do not."""
-    check_devices("encoder_layers_training", x=x, cu_seqlens=cu_seqlens, window_positions=window_positions)
+    tensors = {"x": x, "cu_seqlens": cu_seqlens, "window_positions": window_positions, "num_keys": num_keys}
+    check_devices("encoder_layers_training", **tensors)
     cu_seqlens = int32_offsets("encoder_layers_training", cu_seqlens)
     weights, biases, _, _, norms, activation, layers, ints, floats, _, kinds, _ = operands
     philox = None
@@ -197,7 +201,7 @@ def _run_training(
     rows, positions, terms = relative_lists(relative)
     counts = (len(weights), len(norms), len(biases), len(terms))
     call = _Call(counts, layouts, (activation, layers, ints, floats), compute_dtype(x))
-    shared = _Shared(cu_seqlens, philox, window_positions, rows, positions)
+    shared = _Shared(cu_seqlens, philox, window_positions, num_keys, rows, positions)
     return _EncoderLayers.apply(call, x, *shared, *weights, *norms, *biases, *terms, *tables)
 
 

@@ -167,19 +167,21 @@ def run(
     rotary: tuple[Rotary, ...] = (),
     window_positions: torch.Tensor | None = None,
     relative: Sequence[Relative] = (),
+    num_keys: torch.Tensor | None = None,
     *,
     max_seqlen: int | None = None,
     cache: dict | None = None,
 ) -> torch.Tensor:
     """max_seqlen: of all sequences, if somebody knows; cache: as attention has it."""
-    check_devices("encoder_layers_training", x=x, cu_seqlens=cu_seqlens, window_positions=window_positions)
+    tensors = {"x": x, "cu_seqlens": cu_seqlens, "window_positions": window_positions, "num_keys": num_keys}
+    check_devices("encoder_layers_training", **tensors)
     cu_seqlens = int32_offsets("encoder_layers_training", cu_seqlens)
     plan, weights, biases, norms = _plan(x, operands, recomputes), operands.weights, operands.biases, operands.norms
     dtype, longest = compute_dtype(x), x.shape[0] if max_seqlen is None else max_seqlen
     x = x.to(dtype)
     cache = {} if cache is None else cache
     tile_sizes = [_tile(numbers.head_dim, longest, dtype is torch.float32) for numbers in plan.distinct_kinds]
-    tiles = [tiles_of(cu_seqlens, x.shape[0], tile, cache) for tile in tile_sizes]
+    tiles = [tiles_of(cu_seqlens, x.shape[0], tile, cache, num_keys) for tile in tile_sizes]
     for layer in [numbers for numbers in plan.distinct_kinds if numbers.rotary >= 0]:
         check_rotary(x.as_strided((x.shape[0], 1, layer.head_dim), (0, 0, 0)), rotary[layer.rotary], max_seqlen or 0)
     rotary = tuple([r._replace(cos=_in_rows(r.cos), sin=_in_rows(r.sin)) for r in rotary])
