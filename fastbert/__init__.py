@@ -50,6 +50,11 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from fastbert.quantization import quantize as quantize
     from fastbert.sentences.classifier import TextClassifier as TextClassifier
     from fastbert.sentences.encoder import SentenceEncoder as SentenceEncoder
+    from fastbert.sentences.multi_vector.encoder import MultiVectorEncoder as MultiVectorEncoder
+    from fastbert.sentences.multi_vector.vectors import TokenVectors as TokenVectors
+    from fastbert.sentences.multi_vector.vectors import colbert_kd_scores as colbert_kd_scores
+    from fastbert.sentences.multi_vector.vectors import colbert_scores as colbert_scores
+    from fastbert.sentences.multi_vector.vectors import colbert_scores_pairwise as colbert_scores_pairwise
     from fastbert.sentences.reranker import Reranker as Reranker
     from fastbert.sentences.spans.question_answerer import QuestionAnswerer as QuestionAnswerer
     from fastbert.sentences.spans.token_classifier import TokenClassifier as TokenClassifier
@@ -93,10 +98,17 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "fastbert.quantization": ("quantization_error", "quantize"),
     "fastbert.sentences.classifier": ("TextClassifier",),
     "fastbert.sentences.encoder": ("SentenceEncoder",),
+    "fastbert.sentences.multi_vector.encoder": ("MultiVectorEncoder",),
     "fastbert.sentences.reranker": ("Reranker",),
     "fastbert.sentences.spans.question_answerer": ("QuestionAnswerer",),
     "fastbert.sentences.spans.token_classifier": ("TokenClassifier",),
     "fastbert.sentences.sparse_encoder": ("SparseEncoder",),
+    "fastbert.sentences.multi_vector.vectors": (
+        "TokenVectors",
+        "colbert_kd_scores",
+        "colbert_scores",
+        "colbert_scores_pairwise",
+    ),
     "fastbert.training.graphed": ("graphed_step",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

@@ -76,6 +76,7 @@ class TransformerSettings:
     lowercase: bool = False
     gives_types: bool = True  # a model that has token types is told them
     lengths: dict[str, int] = field(default_factory=dict)  # of the texts of a task, "query" or "document"
+    query_expansion: Any = None  # of queries, as sentence-transformers has it
     handed_on: dict[str, dict[str, Any]] = field(default_factory=dict)  # model_kwargs, processor_kwargs, config_kwargs
 
 
@@ -111,7 +112,7 @@ class Normalize(nn.Module):
         return ops.normalize(x)
 
 
-def _list_modules(root: Path) -> list[tuple[str, Path]]:
+def list_modules(root: Path) -> list[tuple[str, Path]]:
     """(class name, folder) of each module; empty for a folder without modules.json.
 
     Raises CheckpointError; ConfigError for a class that is not sentence-transformers' own.
@@ -124,7 +125,7 @@ def _list_modules(root: Path) -> list[tuple[str, Path]]:
         class_name, folder = (entry.get("type"), entry.get("path")) if isinstance(entry, dict) else (None, None)
         if not isinstance(class_name, str) or not isinstance(folder, str):
             raise CheckpointError(f"{path} is no list of modules with a type and a path, which are texts")
-        if not class_name.startswith("sentence_transformers."):
+        if not class_name.startswith("sentence_transformers.") and class_name != "pylate.models.Dense.Dense":
             raise ConfigError(f"{path} names {class_name!r}: code that is not sentence-transformers' own never runs")
         modules.append((class_name.rpartition(".")[2], folder))
     for _, folder in modules:
@@ -135,7 +136,7 @@ def _list_modules(root: Path) -> list[tuple[str, Path]]:
 
 def transformer_folder(root: Path, kinds: tuple[str, ...] = ("Transformer",)) -> Path:
     """Where config.json, weights and tokenizer are. Raises ConfigError if the first module is none of `kinds`."""
-    modules = _list_modules(root)
+    modules = list_modules(root)
     folder = modules[0][1] if modules else root
     if modules and modules[0][0] not in kinds:
         raise ConfigError(f"{root / 'modules.json'} starts with {modules[0][0]}; fastbert needs a {kinds[0]} there")
@@ -145,43 +146,47 @@ def transformer_folder(root: Path, kinds: tuple[str, ...] = ("Transformer",)) ->
 
 
 def is_splade(root: Path) -> bool:
-    """Whether a sparse encoder's pooling follows. Raises what `_list_modules` raises."""
-    return any(name == "SpladePooling" for name, _ in _list_modules(root))
+    """Whether a sparse encoder's pooling follows. Raises what `list_modules` raises."""
+    return any(name == "SpladePooling" for name, _ in list_modules(root))
 
 
 def check_alone(root: Path) -> None:
     """Raise ConfigError if anything follows the Transformer: a Reranker runs nothing more."""
-    if others := [name for name, _ in _list_modules(root)[1:]]:
+    if others := [name for name, _ in list_modules(root)[1:]]:
         raise _is_encoder(root, others)
 
 
 def _is_encoder(root: Path, others: list[str]) -> ConfigError:
     """What a class says of the folder of another one, by the modules behind the Transformer."""
     loads_it = "SparseEncoder" if "SpladePooling" in others else "SentenceEncoder"
+    loads_it = "MultiVectorEncoder" if "MultiVectorMask" in others else loads_it
     return ConfigError(
         f"{root} is an encoder of texts, without a head that scores or classifies: {root / 'modules.json'} has"
         f" {', '.join(others)} behind the Transformer. Load it as a {loads_it}"
     )
 
 
-def transformer_settings(folder: Path, task: str = "feature-extraction") -> TransformerSettings:
-    """sentence_bert_config.json, or what older releases called it.
+def transformer_settings(
+    folder: Path, task: str = "feature-extraction", expands_queries: bool = False
+) -> TransformerSettings:
+    """sentence_bert_config.json, or what older releases called it. expands_queries: whether query_expansion is read.
 
     Raises ConfigError where the folder's model is for another task, or for something that fastbert does not have.
     """
     path = _transformer_settings_file(folder)
-    entries = dict(_optional_json(path))
-    settings = TransformerSettings(_length(folder / "tokenizer_config.json", "model_max_length"))
-    length = _length(path, "max_seq_length")
+    entries = dict(optional_json(path))
+    settings = TransformerSettings(whole_length(folder / "tokenizer_config.json", "model_max_length"))
+    length = whole_length(path, "max_seq_length")
     settings.max_seq_length = settings.max_seq_length if length is None else length
     settings.lowercase = _flag(path, entries, "do_lower_case", False)
     settings.gives_types = gives_types(folder)
     for name in ("query", "document"):
-        length = _length(path, f"{name}_length")
+        length = whole_length(path, f"{name}_length")
         settings.lengths |= {} if length is None else {name: length}
     own_task = entries.get("transformer_task", task)
     if own_task != task:
         needs = _TASKS[own_task][0] if isinstance(own_task, str) and own_task in _TASKS else None
+        needs = "MultiVectorEncoder" if entries.get("query_expansion") else needs
         hint = f"fastbert.{needs} loads it" if needs else f"fastbert has: {', '.join(_TASKS)}"
         raise ConfigError(f"{path} has transformer_task {reprlib.repr(own_task)}, not {task!r}: {hint}")
     for name, old_name in _HANDED_ON.items():
@@ -189,19 +194,21 @@ def transformer_settings(folder: Path, task: str = "feature-extraction") -> Tran
         if not isinstance(kwargs, dict):
             raise CheckpointError(f"{path}: {name} is {reprlib.repr(kwargs)}; it must map names to values")
         settings.handed_on[name] = {key: value for key, value in kwargs.items() if key != "trust_remote_code"}
+    if (expansion := entries.get("query_expansion")) is not None and not expands_queries:
+        raise ConfigError(f"{path}: query_expansion is {expansion}: fastbert.MultiVectorEncoder loads this folder")
+    settings.query_expansion = expansion
     _, result, goes_to = _TASKS[task]
     plain = {
         "modality_config": {"text": {"method": "forward", "method_output_name": result}},
         "module_output_name": goes_to,
-        "query_expansion": None,
         "processing_kwargs": {},
         "tokenizer_name_or_path": None,
     }
     for name, only in plain.items():
         if entries.get(name) not in (only, None):
             raise ConfigError(f"{path}: {name} is {reprlib.repr(entries[name])}; fastbert takes {only!r} here")
-    read = ("max_seq_length", "do_lower_case", "query_length", "document_length", "transformer_task", *_HANDED_ON)
-    _refuse_others(path, entries, (*read, *_HANDED_ON.values(), *plain, "unpad_inputs"))
+    read = ("max_seq_length", "do_lower_case", "query_length", "document_length", "transformer_task", "query_expansion")
+    refuse_others(path, entries, (*read, *_HANDED_ON, *_HANDED_ON.values(), *plain, "unpad_inputs"))
     return settings
 
 
@@ -210,15 +217,15 @@ def _transformer_settings_file(folder: Path) -> Path:
     return next((path for path in paths if path.is_file()), folder / _TRANSFORMER_SETTINGS[0])
 
 
-def _refuse_others(path: Path, entries: dict[str, Any], known: Iterable[str]) -> None:
+def refuse_others(path: Path, entries: dict[str, Any], known: Iterable[str]) -> None:
     for name in entries:
         if name not in known:
             raise ConfigError(f"{path}: unknown entry {name!r}; fastbert has: {', '.join(known)}")
 
 
-def _length(path: Path, name: str) -> int | None:
+def whole_length(path: Path, name: str) -> int | None:
     """A number of tokens; transformers writes 1e30 where there is no limit. Raises CheckpointError."""
-    length = _optional_json(path).get(name)
+    length = optional_json(path).get(name)
     if length is None:
         return None
     whole = type(length) is int or (isinstance(length, float) and length.is_integer())
@@ -234,15 +241,18 @@ def _flag(path: Path, entries: dict[str, Any], name: str, default: bool) -> bool
     return value
 
 
-def _optional_json(path: Path) -> dict[str, Any]:
+def optional_json(path: Path) -> dict[str, Any]:
     return read_json(path, CheckpointError) if path.is_file() else {}
 
 
 def read_recipe(root: Path, hidden_size: int) -> Recipe:
     """What follows the Transformer. Raises ConfigError, naming the folder, for a module that fastbert does not have."""
-    recipe, modules = Recipe(), _list_modules(root)
+    recipe, modules = Recipe(), list_modules(root)
     if modules:
         names = [name for name, _ in modules]
+        if "MultiVectorMask" in names:
+            found = f"{root / 'modules.json'} has {', '.join(names)}"
+            raise ConfigError(f"{found}, which give a vector for each token: fastbert.MultiVectorEncoder loads it")
         if names[1:2] != ["Pooling"]:
             raise ConfigError(f"{root / 'modules.json'} has {', '.join(names)}; fastbert needs Pooling in second place")
         path = modules[1][1] / "config.json"
@@ -250,7 +260,7 @@ def read_recipe(root: Path, hidden_size: int) -> Recipe:
         recipe.pooling = _pooling_modes(path, entries)
         recipe.prompt_is_pooled = _flag(path, entries, "include_prompt", True)
         widths = ("embedding_dimension", "word_embedding_dimension")
-        _refuse_others(path, entries, (*widths, "pooling_mode", "include_prompt", *_POOLING_FLAGS))
+        refuse_others(path, entries, (*widths, "pooling_mode", "include_prompt", *_POOLING_FLAGS))
         for name in widths:
             if entries.get(name) not in (None, hidden_size):
                 raise ConfigError(f"{path}: {name} is {reprlib.repr(entries[name])}; the model's is {hidden_size}")
@@ -259,9 +269,8 @@ def read_recipe(root: Path, hidden_size: int) -> Recipe:
         if name == "Normalize":
             recipe.modules.append(Normalize())
         elif name == "Dense":
-            linear, activation = _read_dense(folder, width)
-            recipe.modules += [linear, activation]
-            width = linear.out_features
+            added, width = read_dense(folder, width, "sentence_embedding")
+            recipe.modules += added
         elif name != "Dropout":  # nothing at inference
             raise ConfigError(f"{folder} is a {name}; fastbert has Transformer, Pooling, Dense, Normalize and Dropout")
     return recipe
@@ -269,7 +278,7 @@ def read_recipe(root: Path, hidden_size: int) -> Recipe:
 
 def read_splade(root: Path) -> SpladePooling:
     """What follows the masked LM; the default where there is no modules.json. Raises ConfigError."""
-    modules = _list_modules(root)
+    modules = list_modules(root)
     if not modules:
         return SpladePooling()
     names = [name for name, _ in modules]
@@ -278,10 +287,10 @@ def read_splade(root: Path) -> SpladePooling:
     if names[1:] != ["SpladePooling"]:
         raise ConfigError(f"{root / 'modules.json'} has {', '.join(names)}; a SparseEncoder has SpladePooling second")
     path = modules[1][1] / "config.json"
-    entries = _optional_json(path)
+    entries = optional_json(path)
     known = {"pooling_strategy": ("max", "sum"), "activation_function": ("relu", "log1p_relu")}
     # Of the two others neither changes the vectors.
-    _refuse_others(path, entries, (*known, "embedding_dimension", "word_embedding_dimension", "chunk_size"))
+    refuse_others(path, entries, (*known, "embedding_dimension", "word_embedding_dimension", "chunk_size"))
     chosen = {name: entries.get(name, values[0]) for name, values in known.items()}
     for name, values in known.items():
         if chosen[name] not in values:
@@ -292,13 +301,13 @@ def read_splade(root: Path) -> SpladePooling:
 def read_settings(root: Path, folder: Path, transformer: TransformerSettings) -> FolderSettings:
     """Of a model in `root` whose tokenizer is in `folder`. Raises CheckpointError for what is of another type."""
     path = root / "config_sentence_transformers.json"
-    entries = _optional_json(path)
+    entries = optional_json(path)
     prompts = entries.get("prompts")
     if not isinstance(prompts, dict | None) or not all(isinstance(t, str | None) for t in (prompts or {}).values()):
         raise CheckpointError(f"{path}: prompts is {reprlib.repr(prompts)}; it must map names to texts")
     settings = FolderSettings({name: text or "" for name, text in (prompts or {}).items()}, transformer=transformer)
-    settings.truncate_dim = _length(path, "truncate_dim")
-    settings.max_active_dims = _length(path, "max_active_dims")
+    settings.truncate_dim = whole_length(path, "truncate_dim")
+    settings.max_active_dims = whole_length(path, "max_active_dims")
     for name in ("default_prompt_name", "activation_fn", "similarity_fn_name"):
         value = entries.get(name)
         if not isinstance(value, str | None):
@@ -307,7 +316,7 @@ def read_settings(root: Path, folder: Path, transformer: TransformerSettings) ->
     if entries.get("keep_in_fp32_modules"):
         raise ConfigError(f"{path}: keep_in_fp32_modules is not supported; take it out, and load with dtype='float32'")
     names = ("tokenizer_config.json", "special_tokens_map.json")
-    settings.tokenizer_files = {name: _optional_json(folder / name) for name in names if (folder / name).is_file()}
+    settings.tokenizer_files = {name: optional_json(folder / name) for name in names if (folder / name).is_file()}
     return settings
 
 
@@ -325,31 +334,52 @@ def _pooling_modes(path: Path, entries: dict[str, Any]) -> tuple[str, ...]:
     return tuple(modes)
 
 
-def _read_dense(folder: Path, width: int) -> tuple[nn.Linear, nn.Module]:
-    """x -> activation(weight x + bias). Raises ConfigError, naming the module's folder, for anything more."""
+class Residual(nn.Module):
+    """x -> activation(linear(x)) + residual(x), which is x itself where no width changes."""
+
+    def __init__(self, linear: nn.Linear, activation: nn.Module, residual: nn.Linear | None):
+        super().__init__()
+        self.linear, self.activation, self.residual = linear, activation, residual
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.activation(self.linear(x)) + (x if self.residual is None else self.residual(x))
+
+
+def read_dense(folder: Path, width: int, name_of_input: str) -> tuple[list[nn.Module], int]:
+    """x -> activation(weight x + bias), and it may be a residual, as modules; and how many numbers it gives.
+
+    name_of_input: among sentence-transformers' features. Raises ConfigError, naming the module's folder, for anything
+    more.
+    """
     entries = read_json(folder / "config.json", CheckpointError)
     activation = str(entries.get("activation_function", "torch.nn.modules.activation.Tanh"))
     class_name = activation.rpartition(".")[2]
     if not activation.startswith("torch.nn.") or class_name not in _DENSE_ACTIVATIONS:
         raise ConfigError(f"{folder} has activation {activation!r}; fastbert has: {', '.join(_DENSE_ACTIVATIONS)}")
-    vector = "sentence_embedding"
-    plain = {"use_residual": False, "module_input_name": vector, "module_output_name": vector, "in_features": width}
-    _refuse_others(folder / "config.json", entries, (*plain, "out_features", "bias", "activation_function"))
+    plain = {"module_input_name": name_of_input, "module_output_name": name_of_input, "in_features": width}
+    read = ("out_features", "bias", "activation_function", "use_residual")
+    refuse_others(folder / "config.json", entries, (*plain, *read))
     for name, only in plain.items():
         if entries.get(name) not in (only, None):
             raise ConfigError(f"{folder} is a Dense with {name} {entries[name]!r}; fastbert takes {only!r} here")
     out, bias = entries.get("out_features"), _flag(folder / "config.json", entries, "bias", True)
     if type(out) is not int or not 1 <= out <= MAX_SIZE:
         raise ConfigError(f"{folder} has out_features {reprlib.repr(out)}; it must be an integer from 1 to {MAX_SIZE}")
+    has_residual = _flag(folder / "config.json", entries, "use_residual", False)
     with unfilled():
-        linear = nn.Linear(width, out, bias=bias)
-    weights = {key.removeprefix("linear."): tensor for key, tensor in read_weights(folder).items()}
+        linear, residual = nn.Linear(width, out, bias=bias), None
+        if has_residual and width != out:
+            residual = nn.Linear(width, out, bias=False)
+    whole = nn.ModuleDict({"linear": linear} | ({} if residual is None else {"residual": residual}))
+    weights = read_weights(folder)
+    weights = {key if "." in key else f"linear.{key}": tensor for key, tensor in weights.items()}
     for key, tensor in weights.items():
         if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
             raise CheckpointError(f"{folder}: tensor {key} holds integers, or values that are not finite")
     try:
         # A map of the file, which must not change when the file does: its own memory, and float32.
-        linear.load_state_dict({key: t.to(torch.float32, copy=True) for key, t in weights.items()}, assign=True)
+        whole.load_state_dict({key: t.to(torch.float32, copy=True) for key, t in weights.items()}, assign=True)
     except RuntimeError as error:
         raise CheckpointError(f"{folder}: the config contradicts the weights: {' '.join(str(error).split())}") from None
-    return linear, _DENSE_ACTIVATIONS[class_name]()
+    activation_module = _DENSE_ACTIVATIONS[class_name]()
+    return ([Residual(linear, activation_module, residual)] if has_residual else [linear, activation_module]), out

@@ -32,7 +32,8 @@ class Tokenized:
 
     ids: int32 (tokens,). types: uint8 (tokens,), of which text each token is; None: the model has no table for it.
     offsets: int64 (sequences + 1,), where each sequence begins. source: int64 (sequences,), which input it is of.
-    cut: which inputs were too long, and lost their end.
+    cut: which inputs were too long, and lost their end. query_only: uint8 (tokens,), 1 where a token attends and
+    nothing attends to it; None: there are none.
     """
 
     ids: np.ndarray = field(repr=False)
@@ -40,6 +41,7 @@ class Tokenized:
     offsets: np.ndarray = field(repr=False)
     source: np.ndarray = field(repr=False)
     cut: Sequence[int] = ()
+    query_only: np.ndarray | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -61,6 +63,8 @@ class Tokenized:
         i = range(len(self))[i]  # raises IndexError
         span = slice(self.offsets[i], self.offsets[i + 1])
         fields = {"input_ids": self.ids[span].astype(np.int64)}
+        if self.query_only is not None:
+            fields["query_only_mask"] = self.query_only[span]
         return fields if self.types is None else fields | {"token_type_ids": self.types[span].astype(np.int64)}
 
     def pack(self, indices: Iterable[int]) -> PackedInputs:

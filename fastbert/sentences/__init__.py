@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastbert.sentences.classifier import TextClassifier
     from fastbert.sentences.encoder import SentenceEncoder
+    from fastbert.sentences.multi_vector.encoder import MultiVectorEncoder
     from fastbert.sentences.reranker import Reranker
     from fastbert.sentences.sparse_encoder import SparseEncoder
 
-__all__ = ["Reranker", "SentenceEncoder", "SparseEncoder", "TextClassifier"]
+__all__ = ["MultiVectorEncoder", "Reranker", "SentenceEncoder", "SparseEncoder", "TextClassifier"]
 
 _HOMES = {
+    "MultiVectorEncoder": "multi_vector.encoder",
     "Reranker": "reranker",
     "SentenceEncoder": "encoder",
     "SparseEncoder": "sparse_encoder",

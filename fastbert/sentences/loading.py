@@ -128,6 +128,7 @@ def open_folder(
     organisation: str | None,
     options: Mapping[str, Any],
     kinds: tuple[str, ...] = ("Transformer",),
+    expands_queries: bool = False,
 ) -> Opened:
     """Find the folder of a name, read its settings, and put together with them what the caller says.
 
@@ -146,7 +147,7 @@ def open_folder(
     root = resolve(name_or_path, options=_hub_options({**model_kwargs, **options}), organisation=organisation)
     folder = transformer_folder(root, kinds)
     check_format(folder, model_kwargs.get("use_safetensors"))
-    transformer = transformer_settings(folder, task)
+    transformer = transformer_settings(folder, task, expands_queries)
     if task == "sequence-classification":
         check_alone(root)
     own = _of_model(transformer.handed_on, "model_kwargs")

@@ -39,7 +39,7 @@ class ProcessPool:
 
     def rows(
         self, inputs: list[Any], options: InferenceOptions, chunk_size: int | None = None
-    ) -> Iterator[tuple[int, torch.Tensor]]:
+    ) -> Iterator[tuple[int, Any]]:
         """(how many inputs, their rows) for one chunk after the other, in order."""
         if chunk_size is not None and chunk_size < 1:
             raise InputError(f"chunk_size is {chunk_size}; it must be at least 1")
@@ -72,14 +72,22 @@ def _start(model: TextModel, waiting: Any, threads: int) -> None:
 
 def _run(inputs: list[Any], options: InferenceOptions) -> Any:
     assert _model is not None
-    rows = _model.rows(inputs, options).cpu()
+    found: Any = _model.rows(inputs, options)
+    if not isinstance(found, torch.Tensor):  # a MultiVectorEncoder's
+        packed = found.to("cpu")
+        return packed.vectors.numpy(), packed.cu_seqlens.numpy()
+    rows = found.cpu()
     # NumPy travels through the pipe; a tensor would be a file of shared memory for each chunk.
     return (rows.indices().numpy(), rows.values().numpy(), tuple(rows.shape)) if rows.is_sparse else rows.numpy()
 
 
-def _tensor(rows: Any) -> torch.Tensor:
+def _tensor(rows: Any) -> Any:
     if not isinstance(rows, tuple):
         return torch.from_numpy(rows)
+    if len(rows) == 2:
+        from fastbert.sentences.multi_vector.vectors import TokenVectors
+
+        return TokenVectors(*map(torch.from_numpy, rows))
     indices, values, shape = rows
     where, what = torch.from_numpy(indices), torch.from_numpy(values)
     return torch.sparse_coo_tensor(where, what, shape, is_coalesced=True, check_invariants=False)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,11 @@ from fastbert.checkpoint.arguments import check_saving
 from fastbert.checkpoint.publishing import model_card
 from fastbert.checkpoint.saving import beside
 from fastbert.checkpoint.tokenizer_files import SETTINGS
-from fastbert.data.sentence_folder import Normalize, Recipe
+from fastbert.data.sentence_folder import Normalize, Recipe, Residual
 from fastbert.files import move
 
 if TYPE_CHECKING:
+    from fastbert.sentences.multi_vector.folder import MultiVectorRecipe
     from fastbert.sentences.text_model import TextModel
 
 
@@ -76,17 +78,47 @@ def saved_recipe(recipe: Recipe, hidden_size: int) -> list[SavedModule]:
         if isinstance(module, Normalize):
             saved.append(SavedModule("models.Normalize"))
             continue
-        assert isinstance(module, nn.Linear)
-        activation = type(next(rest))
-        config = {
-            "in_features": module.in_features,
-            "out_features": module.out_features,
-            "bias": module.bias is not None,
-            "activation_function": f"{activation.__module__}.{activation.__qualname__}",
-        }
-        weights = {f"linear.{key}": t for key, t in module.state_dict().items()}
-        saved.append(SavedModule("models.Dense", config, weights))
+        saved.append(_dense(module, rest))
     return saved
+
+
+def saved_multi_vector(recipe: MultiVectorRecipe) -> list[SavedModule]:
+    """What makes scored vectors of an encoder's hidden states."""
+    rest, saved = iter(recipe.modules), []
+    token = {"module_input_name": "token_embeddings", "module_output_name": "token_embeddings"}
+    for module in rest:
+        if isinstance(module, Normalize):
+            saved.append(SavedModule("base.modules.Normalize", token))
+        else:
+            dense = _dense(module, rest)
+            saved.append(replace(dense, path="base.modules.Dense", config=dense.config | token))
+    if recipe.scores_expansion:
+        mask: dict[str, Any] = {"skiplist_words": recipe.skiplist_words, "skiplist_tasks": recipe.skiplist_tasks}
+        mask |= {"keep_only_token_ids": recipe.keep_only_token_ids}
+        saved.append(SavedModule("multi_vector_encoder.modules.MultiVectorMask", mask))
+    if (pooling := recipe.token_pooling) is not None:
+        config: dict[str, Any] = {"pool_factor": pooling.factor, "num_protected_tokens": pooling.protected}
+        config |= {"normalize_embeddings": pooling.normalizes, "tasks": pooling.tasks}
+        saved.append(SavedModule("multi_vector_encoder.modules.HierarchicalTokenPooling", config))
+    return saved
+
+
+def _dense(module: nn.Module, rest: Iterator[nn.Module]) -> SavedModule:
+    """Of a Residual, or of a Linear, whose activation comes next; a projection by itself has none."""
+    linear = module.linear if isinstance(module, Residual) else module
+    assert isinstance(linear, nn.Linear)
+    activation = type(module.activation if isinstance(module, Residual) else next(rest))
+    config = {
+        "in_features": linear.in_features,
+        "out_features": linear.out_features,
+        "bias": linear.bias is not None,
+        "activation_function": f"{activation.__module__}.{activation.__qualname__}",
+    }
+    weights = {f"linear.{key}": t for key, t in linear.state_dict().items()}
+    if isinstance(module, Residual):
+        config["use_residual"] = True
+        weights |= {} if module.residual is None else {"residual.weight": module.residual.weight}
+    return SavedModule("models.Dense", config, weights)
 
 
 def _transformer(model: TextModel) -> dict[str, Any]:
@@ -96,7 +128,9 @@ def _transformer(model: TextModel) -> dict[str, Any]:
     }
     if model.model_type and model.transformer_task != "feature-extraction":  # which older releases have no name for
         own["transformer_task"] = model.transformer_task
-    return own | {f"{task}_length": length for task, length in model.settings.transformer.lengths.items()}
+    transformer = model.settings.transformer
+    own |= {f"{task}_length": length for task, length in transformer.lengths.items()}
+    return own | ({} if transformer.query_expansion is None else {"query_expansion": transformer.query_expansion})
 
 
 def save_tokenizer(model: TextModel, folder: Path) -> None:

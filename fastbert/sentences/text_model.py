@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fastbert.data.chunks import Windows
     from fastbert.data.chunks.job import ChunkJob
     from fastbert.data.usage import Usage
+    from fastbert.sentences.multi_vector.folder import TokenPooling
     from fastbert.sentences.saving import SavedModule
 
 Aggregate = Literal["probabilities", "logits", "vectors"]  # what of the chunks of a text is combined
@@ -49,6 +50,7 @@ class InferenceOptions:
     task: str | None = None  # "query" or "document": their texts may have a length of their own
     windows: Windows | None = None  # how longer texts are cut; None: they lose their ends
     aggregate: Aggregate | None = None  # a scorer's, of chunks; None: its default
+    token_pooling: TokenPooling | None = None  # a MultiVectorEncoder's
 
     def __post_init__(self) -> None:
         if self.aggregate not in (None, *get_args(Aggregate)):
@@ -200,13 +202,13 @@ class TextModel(HasModel):
             return self.has_types
         return self.settings.transformer.gives_types and self.model.base_model.table_sizes().has_types
 
-    def compute(self, batch: PackedInputs, options: InferenceOptions) -> torch.Tensor:
+    def compute(self, batch: PackedInputs, options: InferenceOptions) -> Any:
         """The rows of one batch, which may be on the CPU still, (sequences, width), on the model's device."""
         raise NotImplementedError
 
     def run(
         self, tokenized: Tokenized, options: InferenceOptions, on_batch: Callable[[int], Any] = lambda sequences: None
-    ) -> Iterator[tuple[np.ndarray, torch.Tensor]]:
+    ) -> Iterator[tuple[np.ndarray, Any]]:
         """(the places of a batch's sequences, their rows) of tokenised texts, until all are done."""
         compute = partial(self.compute, options=options)
         return run_batches(compute, tokenized, self.device, options.batch_tokens, options.batch_size, on_batch=on_batch)
@@ -225,7 +227,12 @@ class TextModel(HasModel):
         rows = in_places(len(tokenized), self.run(tokenized, options, on_batch))
         return self.no_rows(options) if rows is None else rows
 
-    def no_rows(self, options: InferenceOptions) -> torch.Tensor:
+    def joined_rows(self, parts: list[Any]) -> Any:
+        """The rows of one or more pools' parts, in their order."""
+        rows = torch.cat(parts)
+        return rows.coalesce() if rows.is_sparse else rows
+
+    def no_rows(self, options: InferenceOptions) -> Any:
         """The rows of no input, (0, width) on the model's device."""
         raise NotImplementedError
 
@@ -299,7 +306,7 @@ class TextModel(HasModel):
             return job.run(self.device, options.batch_tokens, options.batch_size, on_tokens=on_batch)
         return self.rows_of(self.tokenize(inputs, options.prompt, options.task), options, on_batch)
 
-    def job(self, inputs: list[Any], options: InferenceOptions) -> ChunkJob[torch.Tensor]:
+    def job(self, inputs: list[Any], options: InferenceOptions) -> ChunkJob[Any]:
         """What gives the rows of inputs, on the model's device, of all their chunks, `options.windows`."""
         raise NotImplementedError
 
@@ -312,7 +319,7 @@ class TextModel(HasModel):
         pool: ProcessPool | None,
         chunk_size: int | None,
         **bar_options: Any,
-    ) -> torch.Tensor:
+    ) -> Any:
         """`rows` with a bar (of tokens where texts are cut into chunks), by this process on its device, or by those of
         a pool, or of a list of devices.
         """
@@ -338,8 +345,7 @@ class TextModel(HasModel):
                 for count, rows in used.rows(inputs, options, chunk_size):
                     parts.append(rows)
                     bar.update(count)
-                rows = torch.cat(parts)
-                return rows.coalesce() if rows.is_sparse else rows
+                return self.joined_rows(parts)
             finally:
                 if pool is None:
                     used.close()

@@ -79,7 +79,7 @@ def test_import_is_cheap():
     """What a quiet machine does in under 0.15 s on top of torch's own (docs/design.md), by what does not depend on the
     machine: which packages come along, and how many Python functions are called beside those of the import system
     (which grow with `sys.path` and shrink where bytecode is not kept) and of `inspect` (torch.library looks through all
-    modules that are loaded). Of 20,500 a third each are dataclasses' and typing's; a family adds 170.
+    modules that are loaded). Of 20,700 a third each are dataclasses' and typing's; a family adds 170.
     """
     calls, packages = run_cold("""
         import sys, torch
@@ -95,7 +95,7 @@ def test_import_is_cheap():
         new = set(sys.modules) - before
         print(calls, ",".join(sorted({name.split(".")[0] for name in new} - sys.stdlib_module_names)))
     """).split()
-    assert int(calls) < 20_700
+    assert int(calls) < 20_900
     assert packages == "fastbert,tokenizers"
 
 
