@@ -15,7 +15,7 @@ typedef float FloatLanes __attribute__((vector_size(kWidth * 4)));
 template <typename Dot>
 constexpr int64_t kMaxSimChain = std::is_same_v<Dot, Float32Dot> ? 256 : INT64_MAX;
 
-// sums (rows, kPanel) = rows of x times `columns` of the panel.
+// sums (rows, kPanel) = rows of x times `columns` of the panel. int8 sums are exact whole numbers.
 template <typename Dot>
 void maxsim_product(int64_t rows, const Rows& x, const char* panel, int64_t steps, int64_t columns, char* sums) {
   int64_t whole = 0;
@@ -30,12 +30,12 @@ void maxsim_product(int64_t rows, const Rows& x, const char* panel, int64_t step
   for (int64_t row = 0; row < rows;) {
     int64_t height = std::min<int64_t>(kTileRows, rows - row);
     // A query of 32 tokens fills half a panel: twice the rows then, where a tile has the panel's width.
-    constexpr bool kHasNarrow = kTileVectors * kWidth == kPanel;
+    constexpr bool kHasNarrow = kTileVectors * kWidth == kPanel && !kIsWide<Dot>;
     const bool narrow = kHasNarrow && columns <= kPanel / 2 && rows - row >= 2 * kTileRows;
     if (narrow) height = 2 * kTileRows;
     for (int64_t step = whole; step == whole || step < steps; step += kMaxSimChain<Dot>) {
       const int64_t count = std::min(steps - step, kMaxSimChain<Dot>);
-      const char *from = x.data + row * x.stride + step * 4, *of_panel = panel + step * kStepBytes;
+      const char *from = x.data + row * x.stride + step * kRowStep<Dot>, *of_panel = panel + step * kStepBytes;
       char* to = sums + row * kStepBytes;
       if (narrow) {
         if constexpr (kHasNarrow) {
@@ -50,10 +50,11 @@ void maxsim_product(int64_t rows, const Rows& x, const char* panel, int64_t step
 }
 
 // The larger of `best` and of rows of `sums`, for `columns`; `winners` says which row it was, the first of several, and
-// the first is `row`. A NaN is larger than any number.
-template <bool kWinners>
-void take_largest(const char* sums, int64_t rows, const float* scales, int64_t columns, int32_t row, float* best,
-                  int32_t* winners) {
+// the first is `row`. A NaN is larger than any number. int8: sums are whole numbers, less `offsets`, times the row's
+// scale.
+template <bool kInt8, bool kWinners>
+void take_largest(const char* sums, int64_t rows, const float* scales, const int32_t* offsets, int64_t columns,
+                  int32_t row, float* best, int32_t* winners) {
   constexpr int kVectors = 2;  // side by side, since each row waits for the one before
   for (int64_t c = 0; c < columns; c += kVectors * kWidth) {
     FloatLanes top[kVectors];
@@ -66,7 +67,10 @@ void take_largest(const char* sums, int64_t rows, const float* scales, int64_t c
       const auto* of_row = reinterpret_cast<const float*>(sums + r * kStepBytes) + c;
       for (int v = 0; v < kVectors; ++v) {
         auto x = (FloatLanes)load(of_row + v * kWidth);
-        if (scales != nullptr) x = x * (FloatLanes)set1(scales[r]);
+        if constexpr (kInt8) {
+          const auto* whole = reinterpret_cast<const int32_t*>(of_row) + v * kWidth;
+          x = (FloatLanes)mul(to_floats(sub(load(whole), load(offsets + c + v * kWidth))), set1(scales[r]));
+        }
         const Lanes takes = (x > top[v]) | (x != x);
         top[v] = (FloatLanes)(((Lanes)x & takes) | ((Lanes)top[v] & ~takes));
         if constexpr (kWinners) {
@@ -81,9 +85,22 @@ void take_largest(const char* sums, int64_t rows, const float* scales, int64_t c
   }
 }
 
-// Rows [row, row + count) of the documents as the product takes them. Bytes are whole numbers in any format, and their
-// scales wait for the sums.
-Rows maxsim_rows(const MaxSimFwd& args, int64_t row, int64_t count, Prepared& prepared) {
+// Rows of bytes as the tiles read them, where these are wider.
+template <typename Wide>
+Rows maxsim_widened(const Rows& x, int64_t rows, [[maybe_unused]] Scratch& memory) {
+  if constexpr (Wide::kIsUsed) {
+    char* out = memory.get(rows * 2 * x.stride);
+    for (int64_t r = 0; r < rows; ++r) {
+      Wide::widen(reinterpret_cast<const uint8_t*>(x.data + r * x.stride), x.stride, out + r * 2 * x.stride);
+    }
+    return {out, 2 * x.stride, x.scale};
+  }
+  return x;
+}
+
+// Rows [row, row + count) of the documents as the product takes them: bytes with an offset of 128.
+Rows maxsim_rows(const MaxSimFwd& args, int64_t row, int64_t count, Prepared& prepared,
+                 [[maybe_unused]] Scratch& wide) {
   const RowsArg& x = args.documents;
   if (x.dtype != DType::kInt8) {
     PackedWeight weight{};
@@ -92,21 +109,15 @@ Rows maxsim_rows(const MaxSimFwd& args, int64_t row, int64_t count, Prepared& pr
     return prepared.prepare(x, row, count, weight);
   }
   const int64_t stride = row_bytes(args.format, args.width);
-  char* out = prepared.scratch.get(count * stride);
+  auto* out = reinterpret_cast<uint8_t*>(prepared.scratch.get(count * stride));
   for (int64_t r = 0; r < count; ++r) {
-    const auto* from = static_cast<const int8_t*>(x.data) + (row + r) * x.stride;
-    char* to = out + r * stride;
-    std::memset(to + stride - 4, 0, 4);
-    for (int64_t i = 0; i < args.width; ++i) {
-      const auto value = static_cast<float>(from[i]);
-      if (args.format == DType::kFloat32) {
-        reinterpret_cast<float*>(to)[i] = value;
-      } else {
-        reinterpret_cast<BFloat16*>(to)[i] = from_float<BFloat16>(value);
-      }
-    }
+    const auto* from = static_cast<const uint8_t*>(x.data) + (row + r) * x.stride;
+    uint8_t* to = out + r * stride;
+    for (int64_t i = args.width; i < stride; ++i) to[i] = 0;
+#pragma omp simd
+    for (int64_t i = 0; i < args.width; ++i) to[i] = static_cast<uint8_t>(from[i] ^ 0x80);
   }
-  return {out, stride, x.scales + row};
+  return maxsim_widened<WideBytes>({reinterpret_cast<const char*>(out), stride, x.scales + row}, count, wide);
 }
 
 // Where the queries' columns are, by panels.
@@ -125,7 +136,8 @@ template <typename Dot, bool kWinners>
 void maxsim_typed(const MaxSimFwd& args, int64_t document_begin, int64_t document_end, int64_t query_begin,
                   int64_t query_end, float* scores, int64_t score_stride, int32_t* winners, int64_t winner_stride) {
   static thread_local Prepared prepared;
-  static thread_local Scratch sums_memory, best_memory;
+  static thread_local Scratch sums_memory, best_memory, wide;
+  constexpr bool kInt8 = std::is_same_v<Dot, Int8Dot>;
   const int32_t* cu = args.cu_seqlens_d;
   const Columns columns = Columns::of(args, query_begin, query_end);
   const int64_t panel_size = panel_bytes(args.format, args.width), steps = panel_size / kStepBytes;
@@ -144,7 +156,7 @@ void maxsim_typed(const MaxSimFwd& args, int64_t document_begin, int64_t documen
     }
     for (int64_t row = cu[first]; row < cu[last]; row += kMaxSimRows) {
       const int64_t rows = std::min<int64_t>(kMaxSimRows, cu[last] - row);
-      const Rows x = maxsim_rows(args, row, rows, prepared);
+      const Rows x = maxsim_rows(args, row, rows, prepared, wide);
       for (int64_t c = 0; c < columns.count; c += kPanel) {
         const int64_t width = std::min(kPanel, columns.end - c);
         maxsim_product<Dot>(rows, x, args.panels + (columns.first_panel + c / kPanel) * panel_size, steps, width, sums);
@@ -153,9 +165,10 @@ void maxsim_typed(const MaxSimFwd& args, int64_t document_begin, int64_t documen
           const int64_t end = std::min<int64_t>(row + rows, cu[first + d + 1]);
           if (begin >= end) continue;
           const int64_t at = d * columns.count + c;
-          take_largest<kWinners>(sums + (begin - row) * kStepBytes, end - begin,
-                                 x.scale == nullptr ? nullptr : x.scale + (begin - row), width,
-                                 static_cast<int32_t>(begin), best + at, kWinners ? won + at : nullptr);
+          const float* scales = kInt8 ? x.scale + (begin - row) : nullptr;
+          const int32_t* offsets = kInt8 ? args.offsets + columns.first_panel * kPanel + c : nullptr;
+          take_largest<kInt8, kWinners>(sums + (begin - row) * kStepBytes, end - begin, scales, offsets, width,
+                                        static_cast<int32_t>(begin), best + at, kWinners ? won + at : nullptr);
         }
       }
     }
@@ -164,8 +177,11 @@ void maxsim_typed(const MaxSimFwd& args, int64_t document_begin, int64_t documen
       const bool is_empty = cu[first + d] == cu[first + d + 1];
       for (int64_t q = query_begin; q < query_end; ++q) {
         const float* of_query = best + d * columns.count + args.columns[q] - columns.first_panel * kPanel;
+        const int64_t token = args.cu_seqlens_q[q];
         double score = 0;
-        for (int64_t t = 0; t < args.cu_seqlens_q[q + 1] - args.cu_seqlens_q[q]; ++t) score += of_query[t];
+        for (int64_t t = 0; t < args.cu_seqlens_q[q + 1] - token; ++t) {
+          score += kInt8 ? of_query[t] * args.query_scales[token + t] : of_query[t];
+        }
         scores[(q - query_begin) * score_stride + document] = is_empty ? kNoDocument : static_cast<float>(score);
       }
       if (kWinners) {
@@ -194,6 +210,10 @@ void maxsim_fwd(const MaxSimFwd& args, int64_t document_begin, int64_t document_
                                     winners, winner_stride);
   }
 #endif
+  if (args.format == DType::kInt8) {
+    return maxsim_with<Int8Dot>(args, document_begin, document_end, query_begin, query_end, scores, score_stride,
+                                winners, winner_stride);
+  }
   maxsim_with<Float32Dot>(args, document_begin, document_end, query_begin, query_end, scores, score_stride, winners,
                           winner_stride);
 }

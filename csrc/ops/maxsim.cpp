@@ -15,7 +15,7 @@ constexpr int64_t kProductsOfTask = 1 << 21;  // multiplications that a thread i
 
 // The queries' tokens in panels: side by side where all are scored together, else each query in panels of its own.
 struct PackedQueries {
-  Array memory;
+  Array memory, row_offsets;
   std::vector<int64_t> columns;
   DType format;
 
@@ -29,6 +29,7 @@ struct PackedQueries {
     }
     if (!apart) panels = num_panels(offsets[count]);
     memory = empty({panels * size}, ScalarType::Char);
+    if (format == DType::kInt8) row_offsets = empty({panels * kPanel}, ScalarType::Int);
     if (!apart) pack(queries, 0, offsets[count], 0);
     for (int64_t q = 0; apart && q < count; ++q) pack(queries, offsets[q], offsets[q + 1], columns[q] / kPanel);
   }
@@ -40,13 +41,14 @@ struct PackedQueries {
     const int64_t width = queries.size(1);
     PackArgs args{};
     args.weight = queries.data<const char>() + begin * width * queries.element_size();
-    args.dtype = dtype_of(queries);
+    args.dtype = format == DType::kInt8 ? DType::kInt8 : dtype_of(queries);
     args.out_features = end - begin;
     args.in_features = width;
     args.out_stride = width;
     args.in_stride = 1;
     args.format = format;
     args.packed = memory.data<char>() + first_panel * panel_bytes(format, width);
+    if (row_offsets.defined()) args.channel_offset = row_offsets.data<int32_t>() + first_panel * kPanel;
     pack_panels(args, 0, num_panels(end - begin));
   }
 };
@@ -83,8 +85,9 @@ std::vector<int64_t> winner_offsets(const Pairs& pairs, const int32_t* offsets) 
 }  // namespace
 
 std::tuple<Array, Array> maxsim_fwd_cpu(const Array& queries_, const Array& cu_seqlens_q, const Array& documents_,
-                                        const Array& cu_seqlens_d, const OptionalArray& scales_,
-                                        const OptionalArray& pairs_, bool return_winners) {
+                                        const Array& cu_seqlens_d, const OptionalArray& query_scales_,
+                                        const OptionalArray& scales_, const OptionalArray& pairs_,
+                                        bool return_winners) {
   const Array queries = contiguous(queries_), documents = contiguous(documents_);
   check(queries.dim() == 2 && documents.dim() == 2 && queries.size(1) == documents.size(1), "queries have shape ",
         queries.sizes(), ", documents ", documents.sizes(), ", expected (tokens, width) of one width");
@@ -94,14 +97,20 @@ std::tuple<Array, Array> maxsim_fwd_cpu(const Array& queries_, const Array& cu_s
   const int64_t num_queries = offsets_q.size(0) - 1, num_documents = offsets_d.size(0) - 1, width = queries.size(1);
   const Pairs pairs(pairs_, num_queries, num_documents);
   const bool apart = pairs_.defined(), is_int8 = documents.scalar_type() == ScalarType::Char;
-  Array scales;
-  if (is_int8) scales = checked("scales", scales_, {documents.size(0)}, ScalarType::Float);
+  Array scales, query_scales;
+  if (is_int8) {
+    check(queries.scalar_type() == ScalarType::Char, "queries are ", queries.scalar_type(), ", documents int8");
+    scales = checked("scales", scales_, {documents.size(0)}, ScalarType::Float);
+    query_scales = checked("query_scales", query_scales_, {queries.size(0)}, ScalarType::Float);
+  }
   const bool halves = queries.scalar_type() == ScalarType::BFloat16 && documents.scalar_type() != ScalarType::Float;
-  const DType format = halves && has_bf16_dot() ? DType::kBFloat16 : DType::kFloat32;
+  const DType format = is_int8 ? DType::kInt8 : halves && has_bf16_dot() ? DType::kBFloat16 : DType::kFloat32;
   const PackedQueries packed(queries, cu_q, num_queries, format, apart);
   const DType dtype = is_int8 ? DType::kInt8 : dtype_of(documents);
+  const int32_t* offsets = is_int8 ? packed.row_offsets.data<const int32_t>() : nullptr;
+  const float* of_queries = is_int8 ? query_scales.data<const float>() : nullptr;
   const RowsArg rows{documents.data(), dtype, width, is_int8 ? scales.data<const float>() : nullptr};
-  const MaxSimFwd args{packed.panels(), format, width, packed.columns.data(), cu_q, rows, cu_d};
+  const MaxSimFwd args{packed.panels(), format, width, packed.columns.data(), offsets, of_queries, cu_q, rows, cu_d};
   if (apart) {
     const std::vector<int64_t> begin = winner_offsets(pairs, cu_q);
     const Array scores = empty({pairs.count}, ScalarType::Float),

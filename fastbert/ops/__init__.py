@@ -17,7 +17,7 @@ from fastbert.ops.linear.feed_forward import activation, feed_forward
 from fastbert.ops.linear.linear import linear, linears, multiplies_bf16, repack
 from fastbert.ops.linear.recorded_writes import only_recorded_writes
 from fastbert.ops.loss import MaskedLMOperands, cross_entropy, logits_cross_entropy, sequence_cross_entropy
-from fastbert.ops.maxsim import maxsim
+from fastbert.ops.maxsim import in_int8, maxsim
 from fastbert.ops.normalize import normalize
 from fastbert.ops.optim.adamw import DeferredRows, adamw, adamw_deferred
 from fastbert.ops.optim.adamw_flat import FlatState, adamw_flat, step_numbers
@@ -53,6 +53,7 @@ __all__ = [
     "dropout",
     "embed_layer_norm",
     "feed_forward",
+    "in_int8",
     "linear",
     "linears",
     "logits_cross_entropy",

@@ -6,18 +6,28 @@ import torch
 
 from fastbert.backend import Backend, register, select
 from fastbert.native.availability import extension_error
-from fastbert.ops._common import Differentiable, Rule, at_least_fp32, check_devices, define, needs_grad
+from fastbert.ops._common import (
+    Differentiable,
+    Rule,
+    at_least_fp32,
+    check_devices,
+    define,
+    define_triton,
+    needs_grad,
+    triton_unsupported,
+)
 from fastbert.ops.packing import check_offsets_on_cpu, int32_offsets, sequence_sums, token_sequences
 
 NO_DOCUMENT = -1e9  # what a document without tokens scores, as sentence-transformers has it
 _CHUNK = 1 << 24  # products that the torch backend holds at once
 
-# winners, int32: of each document and query token the row of `documents` with the largest product, -1 for none; without
-# pairs (documents, query tokens), else of each pair its query's tokens, one pair after the other. No rows unless
-# return_winners.
+# winners, int32: of each document and query token the row of `documents` with the largest product, -1 for none. Of the
+# CPU's kernels without pairs (documents, query tokens), else of each pair its query's tokens, one pair after the other;
+# of Triton's, which take pairs always, (pairs, longest), `longest` being the longest query. No rows unless
+# return_winners. Where documents are int8, queries are, too, and both have a scale a token.
 
 
-def _fwd_fake(queries, cu_seqlens_q, documents, cu_seqlens_d, scales, pairs, return_winners):
+def _fwd_fake(queries, cu_seqlens_q, documents, cu_seqlens_d, query_scales, scales, pairs, return_winners):
     num_queries, num_documents = cu_seqlens_q.shape[0] - 1, cu_seqlens_d.shape[0] - 1
     float32, int32 = {"dtype": torch.float32}, {"dtype": torch.int32}
     if pairs is not None:
@@ -34,8 +44,8 @@ def _bwd_fake(dscores, queries, cu_seqlens_q, documents, cu_seqlens_d, pairs, wi
 
 _FWD = define(
     "maxsim_fwd_cpu",
-    "(Tensor queries, Tensor cu_seqlens_q, Tensor documents, Tensor cu_seqlens_d, Tensor? scales, Tensor? pairs,"
-    " bool return_winners) -> (Tensor scores, Tensor winners)",
+    "(Tensor queries, Tensor cu_seqlens_q, Tensor documents, Tensor cu_seqlens_d, Tensor? query_scales, Tensor? scales,"
+    " Tensor? pairs, bool return_winners) -> (Tensor scores, Tensor winners)",
     _fwd_fake,
 )
 _BWD = define(
@@ -46,13 +56,41 @@ _BWD = define(
 )
 
 
-def _rule_forward(backend, options, queries, cu_seqlens_q, documents, cu_seqlens_d, pairs):
-    scores, winners = _FWD(queries, cu_seqlens_q, documents, cu_seqlens_d, None, pairs, True)
-    return scores, (queries, cu_seqlens_q, documents, cu_seqlens_d, pairs, winners)
+_FWD_TRITON = define_triton(
+    "maxsim_fwd",
+    "(Tensor queries, Tensor cu_seqlens_q, Tensor documents, Tensor cu_seqlens_d, Tensor? query_scales, Tensor? scales,"
+    " Tensor pairs, SymInt longest, bool return_winners) -> (Tensor scores, Tensor winners)",
+    "maxsim",
+    lambda queries, cu_seqlens_q, documents, cu_seqlens_d, query_scales, scales, pairs, longest, return_winners: (
+        queries.new_empty(pairs.shape[1], dtype=torch.float32),
+        queries.new_empty(pairs.shape[1] if return_winners else 0, longest, dtype=torch.int32),
+    ),
+)
+_BWD_TRITON = define_triton(
+    "maxsim_bwd",
+    "(Tensor dscores, Tensor queries, Tensor cu_seqlens_q, Tensor documents, Tensor cu_seqlens_d, Tensor pairs,"
+    " Tensor winners, SymInt longest, bool needs_dqueries, bool needs_ddocuments) -> (Tensor, Tensor)",
+    "maxsim",
+    lambda dscores, queries, cu_q, documents, cu_d, pairs, winners, longest, needs_dq, needs_dd: _bwd_fake(
+        dscores, queries, cu_q, documents, cu_d, pairs, winners, needs_dq, needs_dd
+    ),
+)
 
 
-def _rule_backward(backend, options, needed, saved, dscores):
-    dqueries, ddocuments = _BWD(dscores, *saved, needed[0], needed[2])
+def _rule_forward(backend, longest, queries, cu_seqlens_q, documents, cu_seqlens_d, pairs):
+    given = (queries, cu_seqlens_q, documents, cu_seqlens_d)
+    if backend is Backend.CPU:
+        scores, winners = _FWD(*given, None, None, pairs, True)
+    else:
+        scores, winners = _FWD_TRITON(*given, None, None, pairs, longest, True)
+    return scores, (*given, pairs, winners)
+
+
+def _rule_backward(backend, longest, needed, saved, dscores):
+    if backend is Backend.CPU:
+        dqueries, ddocuments = _BWD(dscores, *saved, needed[0], needed[2])
+    else:
+        dqueries, ddocuments = _BWD_TRITON(dscores, *saved, longest, needed[0], needed[2])
     return dqueries, None, ddocuments, None, None
 
 
@@ -123,11 +161,11 @@ def _check_pairs(pairs, num_queries, num_documents) -> None:
             raise IndexError(f"maxsim: pairs have {name} {bad}, there are {count}")
 
 
-def _maxsim_torch(queries, cu_seqlens_q, documents, cu_seqlens_d, scales, pairs):
+def _maxsim_torch(queries, cu_seqlens_q, documents, cu_seqlens_d, query_scales, scales, pairs):
     check_offsets_on_cpu("maxsim", cu_seqlens_q, queries.shape[0])
     check_offsets_on_cpu("maxsim", cu_seqlens_d, documents.shape[0])
     if scales is not None:
-        documents = documents.float() * scales[:, None]
+        queries, documents = (t.double() * s[:, None] for t, s in ((queries, query_scales), (documents, scales)))
     dtype = torch.promote_types(at_least_fp32(queries).dtype, at_least_fp32(documents).dtype)
     queries, documents = queries.to(dtype), documents.to(dtype)
     is_empty = cu_seqlens_d[1:] == cu_seqlens_d[:-1]
@@ -142,7 +180,8 @@ def _maxsim_torch(queries, cu_seqlens_q, documents, cu_seqlens_d, scales, pairs)
     else:  # keeps the graph: gradients are defined, and zero
         shape = (num_queries, cu_seqlens_d.shape[0] - 1) if pairs is None else pairs.shape[1:]
         scores = (queries.sum() + documents.sum()) * 0 + queries.new_zeros(shape)
-    return torch.where(is_empty, NO_DOCUMENT, scores)
+    scores = torch.where(is_empty, NO_DOCUMENT, scores)
+    return scores if scales is None else scores.float()
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -161,7 +200,37 @@ def _supports_cpu(queries, documents) -> str | None:
     return extension_error()
 
 
-register("maxsim", Backend.CPU, _supports_cpu, probe=lambda x, vector: (x, x))
+def _supports_triton(queries, documents) -> str | None:
+    if documents.dtype is not torch.int8 and documents.dtype is not queries.dtype:
+        return f"queries are {queries.dtype} and documents {documents.dtype}"
+    return triton_unsupported(queries)
+
+
+def _probe(x, vector):
+    return x, x
+
+
+register("maxsim", Backend.CPU, _supports_cpu, probe=_probe)
+register("maxsim", Backend.TRITON, _supports_triton, probe=_probe)
+
+
+def in_int8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row of (tokens, width) in whole numbers within +-127, int8, and what one of them stands for, float32."""
+    wide = rows.float()
+    largest = wide.abs().amax(-1) if wide.shape[0] else wide.new_zeros(0)
+    scales = torch.where(largest > 0, largest, 1.0) / 127
+    return (wide / scales[:, None]).round().to(torch.int8), scales
+
+
+def _every_pair(cu_seqlens_q, cu_seqlens_d):
+    """int64 (2, queries * documents), a query's beside each other."""
+    counts = [offsets.shape[0] - 1 for offsets in (cu_seqlens_q, cu_seqlens_d)]
+    query, document = (torch.arange(count, device=cu_seqlens_q.device) for count in counts)
+    return torch.stack([query.repeat_interleave(counts[1]), document.repeat(counts[0])])
+
+
+def _longest(cu_seqlens) -> int:
+    return int(cu_seqlens.diff().max()) if cu_seqlens.shape[0] > 1 else 0
 
 
 def _check(queries, documents, scales, pairs) -> None:
@@ -189,6 +258,7 @@ def maxsim(
     pairs: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
     length_normalize: bool = False,
+    max_seqlen_q: int | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """The sum over a query's tokens of the largest product with a document's (Khattab & Zaharia 2020, eq. 3).
@@ -199,8 +269,10 @@ def maxsim(
         cu_seqlens_q, cu_seqlens_d: int32 (queries + 1,) and (documents + 1,): where each begins and ends. Tokens that a
             mask leaves out are not there.
         pairs: int64 (2, pairs): which query is scored with which document; None: all with all.
-        scales: float32 (document tokens,): a token's vector is its int8 numbers times its scale.
+        scales: float32 (document tokens,): a token's vector is its int8 numbers times its scale. The queries' vectors
+            are rounded to int8, too, each by its own scale (`in_int8`), and have no gradient.
         length_normalize: divide by the number of the query's tokens (MeanMaxSim).
+        max_seqlen_q: an upper bound of the queries' lengths, by which a GPU is not waited for.
 
     Returns:
         float32 (queries, documents), or (pairs,). A document without tokens scores -1e9, as in sentence-transformers; a
@@ -216,12 +288,24 @@ def maxsim(
     check_devices("maxsim", queries=queries, documents=documents, scales=scales, pairs=pairs)
     check_devices("maxsim", queries=queries, cu_seqlens_q=cu_seqlens_q, cu_seqlens_d=cu_seqlens_d)
     cu_seqlens_q, cu_seqlens_d = int32_offsets("maxsim", cu_seqlens_q), int32_offsets("maxsim", cu_seqlens_d)
-    if select("maxsim", backend, queries, documents) is Backend.TORCH:
-        scores = _maxsim_torch(queries, cu_seqlens_q, documents, cu_seqlens_d, scales, pairs)
+    chosen, query_scales = select("maxsim", backend, queries, documents), None
+    if scales is not None:
+        queries, query_scales = in_int8(queries.detach())
+    given, all_pairs = (queries, cu_seqlens_q, documents, cu_seqlens_d), pairs is None
+    longest = 0
+    if chosen is Backend.TRITON:
+        pairs = _every_pair(cu_seqlens_q, cu_seqlens_d) if pairs is None else pairs
+        longest = _longest(cu_seqlens_q) if max_seqlen_q is None else max_seqlen_q
+    if chosen is Backend.TORCH:
+        scores = _maxsim_torch(*given, query_scales, scales, pairs)
     elif needs_grad(queries, documents):
-        scores = Differentiable.apply(_RULE, Backend.CPU, None, queries, cu_seqlens_q, documents, cu_seqlens_d, pairs)
+        scores = Differentiable.apply(_RULE, chosen, longest, *given, pairs)
+    elif chosen is Backend.TRITON:
+        scores, _ = _FWD_TRITON(*given, query_scales, scales, pairs, longest, False)
     else:
-        scores, _ = _FWD(queries, cu_seqlens_q, documents, cu_seqlens_d, scales, pairs, False)
+        scores, _ = _FWD(*given, query_scales, scales, pairs, False)
+    if all_pairs and chosen is Backend.TRITON:
+        scores, pairs = scores.view(cu_seqlens_q.shape[0] - 1, cu_seqlens_d.shape[0] - 1), None
     if not length_normalize:
         return scores
     lengths = (cu_seqlens_q[1:] - cu_seqlens_q[:-1]).clamp(min=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fastbert.testing import reference
 from fastbert.testing.numerics import assert_close_to_reference
 
 DTYPES = (torch.float32, torch.bfloat16)
+each_backend = pytest.mark.parametrize("backend", ("torch", *OF_FLOATS, "triton"))
 needs_kernels = pytest.mark.skipif(extension_error() is not None, reason=f"{extension_error()}")
 
 
@@ -23,7 +25,7 @@ def packed(lengths, width, dtype=torch.float32, seed=0):
     return rows, torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("backend", ("torch", *OF_FLOATS))
+@each_backend
 def test_a_document_without_tokens_scores_what_sentence_transformers_gives_it(backend):
     queries, of_q = packed((3, 0), 8)
     documents, of_d = packed((0, 2, 0), 8)
@@ -35,7 +37,7 @@ def test_a_document_without_tokens_scores_what_sentence_transformers_gives_it(ba
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("backend", ("torch", *OF_FLOATS))
+@each_backend
 def test_the_first_of_equal_tokens_gets_the_gradient(backend, dtype):
     queries = torch.ones(2, 16, dtype=dtype, requires_grad=True)
     documents = torch.ones(150, 16, dtype=dtype)
@@ -48,7 +50,7 @@ def test_the_first_of_equal_tokens_gets_the_gradient(backend, dtype):
     assert queries.grad.eq(1).all()
 
 
-@pytest.mark.parametrize("backend", ("torch", *OF_FLOATS))
+@each_backend
 def test_a_nan_stays_in_the_scores_of_its_own(backend):
     (queries, of_q), (documents, of_d) = packed((5, 40), 33), packed((70, 20, 100), 33, seed=1)
     with backend_with_isa(backend) as name:
@@ -63,25 +65,32 @@ def test_a_nan_stays_in_the_scores_of_its_own(backend):
             assert torch.equal(scores[:, left], clean[:, left])
 
 
-@pytest.mark.parametrize("backend", OF_FLOATS)
-def test_int8_documents_are_their_numbers_times_their_scales(backend):
-    (queries, of_q), (documents, of_d) = packed((32, 20), 128), packed((50, 200, 3), 128, seed=1)
-    scales = documents.abs().amax(1) / 127
-    numbers = (documents / scales[:, None]).round().to(torch.int8)
-    exact = numbers.double() * scales.double()[:, None]
-    oracle = reference.maxsim(queries.double(), of_q, exact, of_d)
+@each_backend
+def test_int8_documents_and_the_queries_that_are_rounded_like_them(backend):
+    """To the last digit: sums of whole numbers are exact. What the rounding costs of a score is below 1 %."""
+    (queries, of_q), (documents, of_d) = packed((32, 20, 1), 128), packed((50, 200, 3), 128, seed=1)
+    numbers, scales = ops.in_int8(documents)
+    whole, steps = ops.in_int8(queries)
+    rounded = [t.double() * s.double()[:, None] for t, s in ((whole, steps), (numbers, scales))]
+    oracle = reference.maxsim(rounded[0], of_q, rounded[1], of_d)
+    pairs = torch.tensor([[2, 0, 0], [1, 2, 0]])
     with backend_with_isa(backend) as name:
-        actual = ops.maxsim(queries, of_q, numbers, of_d, scales=scales, backend=name)
-        halves = ops.maxsim(queries.bfloat16(), of_q, numbers, of_d, scales=scales, backend=name)
-    assert_close_to_reference(actual, oracle, reference.maxsim(queries, of_q, exact.float(), of_d))
-    rounded = reference.maxsim(queries.bfloat16().double(), of_q, exact, of_d)
-    torch.testing.assert_close(halves.double(), rounded, rtol=1e-5, atol=1e-4)
+        f = partial(ops.maxsim, documents=numbers, cu_seqlens_q=of_q, cu_seqlens_d=of_d, scales=scales, backend=name)
+        actual, halves = f(queries), f(queries.bfloat16())
+        assert torch.equal(f(queries, pairs=pairs), actual[pairs[0], pairs[1]])
+    torch.testing.assert_close(actual.double(), oracle, rtol=1e-6, atol=1e-6)
+    exact = ops.maxsim(queries, of_q, documents, of_d, backend="torch")
+    torch.testing.assert_close(actual, exact, rtol=0.01, atol=0.02)
+    torch.testing.assert_close(halves, exact, rtol=0.02, atol=0.04)
 
 
 @pytest.mark.parametrize("width", (48, 96, 128, 1024))
-@pytest.mark.parametrize("backend", OF_FLOATS)
+@pytest.mark.parametrize("backend", (*OF_FLOATS, "triton"))
 def test_widths_and_lengths(backend, width):
-    (queries, of_q), (documents, of_d) = packed((32, 1), width), packed((1, 8192 if width == 48 else 300, 30), width)
+    (queries, of_q), (documents, of_d) = (
+        packed((32, 1), width),
+        packed((1, 8192 if width == 48 and backend != "triton" else 300, 30), width),
+    )
     with backend_with_isa(backend) as name:
         for dtype in DTYPES:
             q, d = queries.to(dtype), documents.to(dtype)

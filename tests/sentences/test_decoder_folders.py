@@ -61,7 +61,7 @@ def gemma_tokenizer() -> Tokenizer:
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    special = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]  # transformers adds those that are not there
     trainer = trainers.BpeTrainer(
         vocab_size=700, special_tokens=[*special, *(f"<0x{i:02X}>" for i in range(256))], show_progress=False
     )
@@ -142,7 +142,7 @@ def test_ids_are_transformers(kind, count, tmp_path):
 
     folder = write(tmp_path, kind, "left")
     theirs, ours = AutoTokenizer.from_pretrained(folder), fastbert.SentenceEncoder(folder, device="cpu")
-    texts = lines(count)
+    texts = [*lines(count), 'unk="<unk>", mask="<mask>", <pad> <|endoftext|>']
     found, limit = ours.tokenizer.encode_batch(texts), ours.max_seq_length
     expected = theirs(texts, truncation=True, max_length=limit)["input_ids"]
     assert [one.ids for one in found] == expected
