@@ -54,7 +54,8 @@ def add(commands: Any) -> None:
         Turns every text of FILE into a vector, in the order of FILE, which is {TEXT_KINDS} (each line of a .txt is a
         text), or - for standard input. FILE may be larger than the memory. OUT.npy gets a float32 array that numpy.load
         reads, OUT.parquet and OUT.jsonl a row a text, with text and embedding; - writes JSON lines to standard output.
-        If a run into a file is stopped, the same command continues it, but for --chunks.
+        If a run into a file is stopped, the same command continues it, but for --chunks. A multi-vector model (ColBERT)
+        writes OUT.safetensors, a vector for each token, all of which must fit into the memory.
         """,
         "fastbert encode reviews.csv --column text --model all-MiniLM-L6-v2 --output reviews.npy",
     )
@@ -69,7 +70,13 @@ def add(commands: Any) -> None:
         "--output",
         metavar="OUT",
         required=True,
-        help="where the vectors go: a .npy, .parquet, .jsonl, or -; a folder or a URL with --engine ray",
+        help="where the vectors go: a .npy, .parquet, .jsonl, or -; a .safetensors of a multi-vector model; a folder"
+        " or a URL with --engine ray",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("float32", "bfloat16", "int8"),
+        help="of the vectors in a .safetensors (default bfloat16)",
     )
     add_windows_option(parser, "texts longer than the model takes have one vector of all their chunks")
     parser.add_argument(
@@ -120,6 +127,8 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("--workers is for --engine ray")
     if options.late and not options.chunks:
         raise UsageError("--late is for --chunks")
+    if options.precision is not None and Path(options.output).suffix != ".safetensors":
+        raise UsageError("--precision is for a .safetensors, of a multi-vector model")
     job = EncodeJob(
         source=Path(options.file),
         output=Path(options.output),
@@ -135,8 +144,9 @@ def run(options: argparse.Namespace) -> int:
         late=options.late,
         skip_bad_rows=options.skip_bad_rows,
         keep=tuple(options.keep),
+        precision=options.precision or "bfloat16",
     )
-    say(encode_file(job, say))
+    say(encode_tokens(job, say) if job.output.suffix == ".safetensors" else encode_file(job, say))
     return 0
 
 
@@ -166,6 +176,7 @@ class EncodeJob:
     skip_bad_rows: bool = False
     keep: tuple[str, ...] = ()
     delimiter: str | None = None
+    precision: str = "bfloat16"  # of tokens' vectors
     piped: str | None = None  # of texts from standard input, which the source holds now: what they are known by
 
 
@@ -225,6 +236,47 @@ def encode_file(job: EncodeJob, say: Callable[[str], None]) -> str:
     say_cut(cut, encoder.max_seq_length, say)
     what = f"{total - done_before:,} texts{rate_of(tokens, seconds)}"
     return f"{what} -> {job.output} float32 ({total}, {encoder.dim})"
+
+
+def encode_tokens(job: EncodeJob, say: Callable[[str], None]) -> str:
+    """A vector for each token of `job.source`'s texts, into `job.output`; returns a one-line summary. Raises UsageError
+    before anything is written, and as encode_file.
+    """
+    check_output(job.output, (".safetensors",), job.force)
+    check_source(job.source, job.delimiter)
+    if job.keep or job.chunks:
+        raise UsageError("--keep and --chunks are not for a .safetensors, which holds vectors of tokens alone")
+
+    with without_collector():
+        import torch
+
+        from fastbert.data.sentence_folder import is_multi_vector
+        from fastbert.hub import resolve
+        from fastbert.sentences import MultiVectorEncoder
+        from fastbert.sentences.batches import in_chunks, progress_bar
+        from fastbert.sentences.multi_vector.vectors import TokenVectors
+
+    if not is_multi_vector(resolve(job.model)):
+        raise UsageError(f"{job.output} is for a multi-vector model; {job.model} is none: name a .npy or a .parquet")
+    raise_if_stopped()
+    encoder, parts, cut, start = load_to_run(MultiVectorEncoder, job), list[TokenVectors](), 0, time.perf_counter()
+    options = {"output": "packed", "batch_tokens": job.batch_tokens, "windows": job.windows}
+    prompt = encoder.prompt(encoder._of_task("document", {})["prompt_name"])
+    with progress_bar(None, None, delay=0) as bar:
+        for chunk in in_chunks((text for text, *_ in _rows(job, say)), CHUNK_TEXTS):
+            cut += len(encoder.tokenize(chunk, prompt, "document").cut) if job.windows is None else 0
+            found: TokenVectors = encoder.encode_document(chunk, **options).to("cpu")
+            halves = replace(found, vectors=found.vectors.to(torch.bfloat16)) if job.precision == "bfloat16" else found
+            parts.append(found.in_int8() if job.precision == "int8" else halves)
+            bar.update(len(chunk))
+            raise_if_stopped()
+    if not parts:
+        raise UsageError(f"{name_of(job.source)} holds no texts")
+    joined, seconds = TokenVectors.joined(parts), time.perf_counter() - start
+    joined.save(job.output)
+    say_cut(cut, (encoder.tokenizer_of("document").truncation or {})["max_length"], say)
+    what = f"{len(joined):,} texts{rate_of(joined.vectors.shape[0], seconds)}"
+    return f"{what} -> {job.output} {job.precision} ({joined.vectors.shape[0]}, {encoder.dim})"
 
 
 def _encode_into(array: GrowingArray, encoder: SentenceEncoder, job: EncodeJob, batch_tokens: int) -> tuple[int, int]:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 CHUNK_TEXTS = 1024
 TOP = 10
-VECTOR_KINDS = (".npy", ".parquet")  # of what `encode` writes
+VECTOR_KINDS = (".npy", ".parquet", ".safetensors")  # of what `encode` writes
+SHOWN_MATCHES = 6
 
 
 def add(commands: Any) -> None:
@@ -48,13 +49,17 @@ def _add_search(commands: Any) -> None:
         """
         Shows the texts of FILE whose vectors are most similar to QUERY's: the score, the place in FILE, the text. The
         vectors are made on the way, or read from what `fastbert encode` has written of the same FILE (--vectors). With
-        --windows each text is cut into passages of whole sentences, and stands for its best one, which is shown.
+        --windows each text is cut into passages of whole sentences, and stands for its best one, which is shown. A
+        multi-vector model (ColBERT) scores by MaxSim, and the words that matched are shown, too.
         """,
         'fastbert search "how do I reset my password?" questions.txt --model all-MiniLM-L6-v2 --top 5',
     )
     _add_arguments(parser)
     parser.add_argument(
-        "--vectors", metavar="V", type=Path, help="the vectors of FILE, from `fastbert encode`: a .npy, or a .parquet"
+        "--vectors",
+        metavar="V",
+        type=Path,
+        help="the vectors of FILE, from `fastbert encode`: a .npy, .parquet; a .safetensors of a multi-vector model",
     )
     add_windows_option(parser, "search in passages of texts")
 
@@ -67,8 +72,8 @@ def _add_rerank(commands: Any) -> None:
         "texts by their score beside a query",
         """
         Scores every text of FILE together with QUERY, and shows the best: the score, the place in FILE, the text.
-        MODEL is a cross-encoder: it has a head for sequence classification with one label. With --windows a text is as
-        good as its best passage, which is shown.
+        MODEL is a cross-encoder, which has a head for sequence classification with one label, or a multi-vector model
+        (ColBERT). With --windows a text is as good as its best passage, which is shown.
         """,
         'fastbert rerank "who wrote Emma?" passages.txt --model ./ms-marco-MiniLM-L6-v2 --top 5',
     )
@@ -126,6 +131,9 @@ class Best:
             for score, index, row in self.rows:
                 is_passage = "start" in row  # it may have several lines
                 print(f"{score:9.4f}  {index:>8,}  {' '.join(row['text'].split()) if is_passage else row['text']}")
+                if row.get("matches"):
+                    pairs = [f"{one['query']} ~ {one['document']}" for one in row["matches"][:SHOWN_MATCHES]]
+                    print(f"{'':21}{', '.join(pairs)}")
             return
         with open_rows(output) as rows:
             scores, indices, entries = zip(*self.rows, strict=True)
@@ -147,6 +155,10 @@ def run_search(options: argparse.Namespace) -> int:
         from fastbert.sentences.batches import bar_of, in_chunks, progress_bar
         from fastbert.sentences.documents import CHUNKS
 
+    if _is_multi_vector(options.model):
+        return _search_tokens(options, options.vectors)
+    if options.vectors is not None and options.vectors.suffix == ".safetensors":
+        raise UsageError(f"--vectors {options.vectors} is for a multi-vector model; {options.model} is none")
     windows = windows_of(options, CHUNKS)
     raise_if_stopped()
     encoder = load_to_run(SentenceEncoder, options)
@@ -178,6 +190,55 @@ def run_search(options: argparse.Namespace) -> int:
             raise_if_stopped()
     if stored is not None and len(stored) != best.seen:
         raise UsageError(f"--vectors {options.vectors} has {len(stored)} rows; {options.file} has {best.seen} texts")
+    best.show(options.output, options.file)
+    return 0
+
+
+def _is_multi_vector(model: str) -> bool:
+    from fastbert.data.sentence_folder import is_multi_vector
+    from fastbert.hub import resolve
+
+    return is_multi_vector(resolve(model))
+
+
+def _search_tokens(options: argparse.Namespace, vectors: Path | None) -> int:
+    """By MaxSim over all texts (Khattab & Zaharia 2020, eq. 3), whose vectors may be stored."""
+    from fastbert.errors import InputError
+    from fastbert.sentences import MultiVectorEncoder
+    from fastbert.sentences.batches import in_chunks, progress_bar
+    from fastbert.sentences.multi_vector.vectors import TokenVectors
+
+    if getattr(options, "aggregate", None) is not None:
+        raise UsageError("aggregate is for a cross-encoder; MaxSim takes the best token of all windows")
+    windows, stored = windows_of(options), None
+    if vectors is not None:
+        if vectors.suffix != ".safetensors":
+            raise UsageError(f"--vectors {vectors}: those of a multi-vector model are in a .safetensors")
+        try:
+            stored = TokenVectors.load(vectors)
+        except InputError as error:
+            raise UsageError(f"--vectors {error}") from None
+    encoder = load_to_run(MultiVectorEncoder, options)
+    if stored is not None and stored.vectors.shape[1] != encoder.dim:
+        raise UsageError(f"--vectors {vectors} has {stored.vectors.shape[1]} numbers a token; the model {encoder.dim}")
+    query, best = encoder.encode_query(options.query), Best(options.top)
+    with progress_bar(None, None, desc="searching", delay=0) as bar:
+        for chunk in in_chunks(read_texts(options.file, options.column, delimiter=options.delimiter), CHUNK_TEXTS):
+            if stored is None:
+                how = {"batch_tokens": options.batch_tokens, "windows": windows}
+                found = encoder.encode_document(chunk, output="packed", **how)
+            elif len(stored) < best.seen + len(chunk):
+                raise UsageError(f"--vectors {vectors} has {len(stored)} texts; {options.file} has more")
+            else:
+                found = stored.part(best.seen, best.seen + len(chunk))
+            bar.update(len(chunk))
+            best.add(chunk, encoder.similarity(query, found)[0].tolist())
+            raise_if_stopped()
+    if stored is not None and len(stored) != best.seen:
+        raise UsageError(f"--vectors {vectors} has {len(stored)} texts; {options.file} has {best.seen}")
+    if encoder.recipe.token_pooling is None and windows is None:
+        for _, _, row in best.rows:
+            row["matches"] = encoder.matches(options.query, row["text"])
     best.show(options.output, options.file)
     return 0
 
@@ -255,6 +316,8 @@ def run_rerank(options: argparse.Namespace) -> int:
         from fastbert.sentences.text_model import InferenceOptions
 
     raise_if_stopped()
+    if _is_multi_vector(options.model):
+        return _search_tokens(options, None)
     reranker = load_to_run(Reranker, options)
     if reranker.num_labels != 1:
         raise UsageError(f"{options.model} has {reranker.num_labels} labels; a reranker has one")

@@ -150,6 +150,20 @@ def is_splade(root: Path) -> bool:
     return any(name == "SpladePooling" for name, _ in list_modules(root))
 
 
+def is_multi_vector(root: Path) -> bool:
+    """Whether a folder gives a vector for each token: sentence-transformers', PyLate's or Stanford's."""
+    path = root / "config_sentence_transformers.json"
+    kind = optional_json(path).get("model_type")
+    if kind in ("MultiVectorEncoder", "ColBERT") or any(name == "MultiVectorMask" for name, _ in list_modules(root)):
+        return True
+    return is_colbert_ai(root)
+
+
+def is_colbert_ai(root: Path) -> bool:
+    """Whether Stanford's package has written a folder: the projection's linear.weight is beside the encoder's."""
+    return optional_json(root / "config.json").get("architectures") == ["HF_ColBERT"]
+
+
 def check_alone(root: Path) -> None:
     """Raise ConfigError if anything follows the Transformer: a Reranker runs nothing more."""
     if others := [name for name, _ in list_modules(root)[1:]]:

@@ -53,10 +53,18 @@ def base_class(model_type: str) -> type[EncoderModel]:
 
 
 def load_encoder(
-    folder: Path, source: str, dtype: torch.dtype | None, config_changes: dict[str, Any] | None = None
+    folder: Path,
+    source: str,
+    dtype: torch.dtype | None,
+    config_changes: dict[str, Any] | None = None,
+    others: tuple[str, ...] = (),
 ) -> EncoderModel:
-    """A folder's encoder without its pooler, which no sentence vector goes through; frozen. Errors name `source`."""
+    """A folder's encoder without its pooler, which no sentence vector goes through; frozen. Errors name `source`.
+
+    others: keys of the checkpoint that the caller reads.
+    """
     config, weights = read_checkpoint(folder)
+    weights = {key: t for key, t in weights.items() if key not in others}
     config = config.replace(**config_changes) if config_changes else config
     check_layers(config, weights, source)
     with unfilled():

@@ -19,6 +19,7 @@ from fastbert.checkpoint.weight_files import some
 from fastbert.data.sentence_folder import (
     FolderSettings,
     check_alone,
+    is_colbert_ai,
     read_settings,
     transformer_folder,
     transformer_settings,
@@ -150,6 +151,8 @@ def open_folder(
     transformer = transformer_settings(folder, task, expands_queries)
     if task == "sequence-classification":
         check_alone(root)
+    if not expands_queries and is_colbert_ai(folder):
+        raise ConfigError(f"{folder} is ColBERT's, a vector for each token: fastbert.MultiVectorEncoder loads it")
     own = _of_model(transformer.handed_on, "model_kwargs")
     dtype = _dtype(_dtype(options.get("dtype", "auto"), model_kwargs), own, overrides=True)
     cut = transformer.handed_on.get("processor_kwargs", {})

@@ -82,13 +82,19 @@ def ranking(
 ) -> list[dict[str, Any]]:
     """The texts by their score, the best first; equal ones keep their order. `passages`: where each one's best is."""
     assert isinstance(engine.model, Reranker)
-    scores = logits[:, 0] if raw else engine.model.scores(torch.from_numpy(logits)).numpy()
-    ranked = []
+    return ranked(logits[:, 0] if raw else engine.model.scores(torch.from_numpy(logits)).numpy(), texts, passages)
+
+
+def ranked(
+    scores: np.ndarray, texts: list[str] | None, passages: list[tuple[int, int]] | None = None
+) -> list[dict[str, Any]]:
+    """See `ranking`."""
+    entries = []
     for i in np.argsort(-scores, kind="stable").tolist():
         text = {} if texts is None else {"text": texts[i]}
         span = {} if passages is None else dict(zip(("start", "end"), passages[i], strict=True))
-        ranked.append({"index": i, **text, "score": scores[i], **span})
-    return ranked
+        entries.append({"index": i, **text, "score": scores[i], **span})
+    return entries
 
 
 def predictions(engine: Engine, logits: np.ndarray, raw: bool) -> list[list[dict[str, Any]]]:

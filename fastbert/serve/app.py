@@ -19,12 +19,13 @@ from fastbert.data.chunks import Windows
 from fastbert.data.chunks.answers import Answers
 from fastbert.data.chunks.job import ChunkJob
 from fastbert.errors import InputError
+from fastbert.sentences import MultiVectorEncoder
 from fastbert.sentences.documents import CHUNKS, chunks_job
 from fastbert.sentences.spans.question_answerer import QuestionAnswerer
 from fastbert.sentences.text_model import Aggregate, InferenceOptions
 from fastbert.serve import schemas
 from fastbert.serve.admission import AdmissionControl
-from fastbert.serve.answers import as_json, by_pipeline, encoded, finished, predictions, ranking, unit_length
+from fastbert.serve.answers import as_json, by_pipeline, encoded, finished, predictions, ranked, ranking, unit_length
 from fastbert.serve.batching import Batcher, ComputeError
 from fastbert.serve.engine import ChunkSequence, Engine
 from fastbert.serve.limits import Limits
@@ -211,6 +212,11 @@ class Server:
         return rows[0] if asked.by_pipeline and asked.inputs.is_one else rows
 
     async def rerank(self, asked: schemas.RerankRequest) -> Any:
+        if isinstance(self.engine.model, MultiVectorEncoder):
+            if asked.windows or asked.aggregate is not None:
+                raise RequestError("validation", "windows and aggregate are for cross-encoders; this model is none")
+            scores, _ = await self.token_scores("texts", asked.query, asked.texts, asked)
+            return ranked(scores, asked.texts if asked.return_text else None)
         pairs = [(asked.query, text) for text in asked.texts]
         options = self._options(asked.windows, aggregate=asked.aggregate)
         texts = asked.texts if asked.return_text else None
@@ -236,7 +242,8 @@ class Server:
 
     async def info(self, request: Request) -> Response:
         model, labels = self.engine.model, {str(i): label for i, label in enumerate(self.engine.labels)}
-        says: dict[str, Any] = {"dim": self.engine.width} if self.engine.model_type in ("embedding", "sparse") else {}
+        has_width = self.engine.model_type in ("embedding", "sparse", "multi-vector")
+        says: dict[str, Any] = {"dim": self.engine.width} if has_width else {}
         if labels:
             says = {"id2label": labels, "label2id": {label: int(i) for i, label in labels.items()}}
         return await as_json(
@@ -298,6 +305,21 @@ class Server:
             field, inputs, lambda model: model.job(inputs, options).then(lambda rows: rows.cpu().numpy())
         )
 
+    async def token_scores(
+        self,
+        field: str,
+        query: str,
+        texts: list[str],
+        asked: schemas.Truncating | None = None,
+        limit: int | None = None,
+    ) -> tuple[np.ndarray, int]:
+        """MaxSim of a query with each text, float32, and how many tokens they have. Raises RequestError."""
+        prepared = await self.tokenized(field, [query, *texts], "", asked, limit=limit, first="query", ranks=True)
+        rows = await self.compute(prepared)
+        assert isinstance(self.engine.model, MultiVectorEncoder)
+        scores = await asyncio.to_thread(self.engine.model.similarity, rows[:1], rows[1:])
+        return scores[0].numpy(), sum(prepared.lengths)
+
     async def tokenized(
         self,
         field: str,
@@ -308,11 +330,12 @@ class Server:
         limit: int | None = None,
         first: str | None = None,
         has_windows: bool = False,
+        ranks: bool = False,
     ) -> Prepared:
         """Inputs of a request, which may say whether and where they are cut, checked and tokenised.
 
-        first: another field, which the first of the inputs is. has_windows: the route can read longer texts. Raises
-        RequestError for what is too many or too long.
+        first: another field, which the first of the inputs is. has_windows: the route can read longer texts. ranks:
+        they are a multi-vector model's, a query and documents. Raises RequestError for what is too many or too long.
         """
         began = time.perf_counter()
         self._come(inputs)
@@ -325,11 +348,13 @@ class Server:
             check_ids(field, inputs, self.words)
             make = partial(sequences_of_ids, engine.model, inputs, prompt)
         else:
-            make = partial(engine.tokenize, inputs, prompt, cuts)
+            make = partial(engine.tokenize_ranked, inputs, cuts)
+            make = make if ranks else partial(engine.tokenize, inputs, prompt, cuts)
         sequences, lengths, cut = await self.run_tokenizer(inputs, began, make)
         if cut is not None and not cuts:
             name = f"{field}[{cut}]" if first is None else f"{field}[{cut - 1}]" if cut else first
-            told = f"{name} has more than {engine.model.max_seq_length} tokens, the model's limit"
+            most = engine.limit_of("document" if cut else "query") if ranks else engine.model.max_seq_length
+            told = f"{name} has more than {most} tokens, the model's limit"
             if asked is not None:
                 told += "; with truncate it is cut" + ", and with windows it is read to its end" * has_windows
             raise RequestError("validation", told)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -12,14 +12,21 @@ import torch
 from fastbert.checkpoint.pretrained import is_classifier, read_config
 from fastbert.data.chunks.job import ChunkJob
 from fastbert.data.long_texts.pieces import groups
-from fastbert.data.sentence_folder import is_splade, transformer_folder
+from fastbert.data.sentence_folder import is_multi_vector, is_splade, transformer_folder
 from fastbert.data.tokenized import CHUNK_TEXTS, pack
 from fastbert.hub import resolve
-from fastbert.sentences import Reranker, SentenceEncoder, SparseEncoder, TextClassifier
+from fastbert.sentences import MultiVectorEncoder, Reranker, SentenceEncoder, SparseEncoder, TextClassifier
 from fastbert.sentences.scorer import label_names
 from fastbert.sentences.spans.question_answerer import QuestionAnswerer
 from fastbert.sentences.spans.token_classifier import TokenClassifier
 from fastbert.sentences.text_model import InferenceOptions, TextModel
+
+
+class TaskSequence(NamedTuple):
+    """The tokens of a query, or of a document, each of which has a vector."""
+
+    fields: dict[str, Any]
+    task: str
 
 
 class ChunkSequence(NamedTuple):
@@ -31,8 +38,8 @@ class ChunkSequence(NamedTuple):
 
 @dataclass
 class Engine:
-    """A model by its kind: "embedding", "sparse" (SPLADE), "reranker" (one label), "classifier", "token-classifier" (of
-    words) or "question-answerer".
+    """A model by its kind: "embedding", "multi-vector" (ColBERT), "sparse" (SPLADE), "reranker" (one label),
+    "classifier", "token-classifier" (of words) or "question-answerer".
     """
 
     name: str
@@ -43,7 +50,9 @@ class Engine:
 
     @property
     def width(self) -> int:
-        return self.model.dim if isinstance(self.model, SentenceEncoder | SparseEncoder) else len(self.labels)
+        if isinstance(self.model, SentenceEncoder | SparseEncoder | MultiVectorEncoder):
+            return self.model.dim
+        return len(self.labels)
 
     def tokenize(
         self, inputs: list[Any], prompt: str = "", cuts: bool = True
@@ -61,13 +70,39 @@ class Engine:
                 break
         return sequences, lengths, cut[0] if cut else None
 
+    def limit_of(self, task: str) -> int:
+        """To how many tokens a multi-vector model cuts its queries, or its documents."""
+        return int((self.model.tokenizer_of(task).truncation or {})["max_length"])
+
+    def tokenize_ranked(self, inputs: list[str], cuts: bool = True) -> tuple[list[Any], list[int], int | None]:
+        """As `tokenize`, of a multi-vector model: a query, and the documents that are ranked for it."""
+        sequences, lengths, first_cut, model = list[Any](), list[int](), None, self.model
+        for task, first, given in (("query", 0, inputs[:1]), ("document", 1, inputs[1:])):
+            prompt = model.prompt(model._of_task(task, {})["prompt_name"])
+            for group in groups(given, CHUNK_TEXTS):
+                tokenized = model.tokenize(given[group], prompt, task)
+                sequences += [TaskSequence(fields, task) for fields in tokenized]
+                lengths += tokenized.lengths.tolist()
+                if first_cut is None and tokenized.cut:
+                    first_cut = first + group.start + tokenized.cut[0]
+                if first_cut is not None and not cuts:
+                    return sequences, lengths, first_cut
+        return sequences, lengths, first_cut
+
     def compute(self, sequences: list[Any]) -> list[np.ndarray]:
-        """Of each sequence its vector, or its logits; or what its job makes of a chunk.
+        """Of each sequence its vector, its tokens' vectors, or its logits; or what its job makes of a chunk.
 
         Sequences of all requests are one batch, and so are the chunks of one.
         """
         rows: list[Any] = [None] * len(sequences)
-        whole = [i for i, one in enumerate(sequences) if not isinstance(one, ChunkSequence)]
+        whole = [i for i, one in enumerate(sequences) if not isinstance(one, ChunkSequence | TaskSequence)]
+        for task in ("query", "document"):
+            of_task = [i for i, one in enumerate(sequences) if isinstance(one, TaskSequence) and one.task == task]
+            if of_task:
+                batch, options = pack(_alike([sequences[i].fields for i in of_task])), replace(self.options, task=task)
+                found = self.model.compute(batch.to(self.model.device), options).to("cpu")
+                for i, row in zip(of_task, found, strict=True):
+                    rows[i] = row.numpy()
         if whole:
             with torch.inference_mode():
                 batch = pack([sequences[i] for i in whole]).to(self.model.device)
@@ -81,6 +116,13 @@ class Engine:
             for (i, _), row in zip(members, job.compute(batch, places), strict=True):
                 rows[i] = row
         return rows
+
+
+def _alike(fields: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With the same fields: which tokens attend alone is said where a query was expanded."""
+    if not any("query_only_mask" in one for one in fields):
+        return fields
+    return [{"query_only_mask": np.zeros(len(one["input_ids"]), np.uint8), **one} for one in fields]
 
 
 def load_engine(name: str, dtype: str, device: str | None) -> Engine:
@@ -102,6 +144,8 @@ def load_engine(name: str, dtype: str, device: str | None) -> Engine:
         return Engine(name, "token-classifier", tagger, list(tagger.labels))
     if any(head.endswith("ForQuestionAnswering") for head in heads):
         return Engine(name, "question-answerer", QuestionAnswerer.from_pretrained(name, dtype=dtype, device=device), [])
+    if is_multi_vector(root):
+        return Engine(name, "multi-vector", MultiVectorEncoder.from_pretrained(name, dtype=dtype, device=device), [])
     if is_splade(root):
         return Engine(name, "sparse", SparseEncoder.from_pretrained(name, dtype=dtype, device=device), [])
     return Engine(name, "embedding", SentenceEncoder.from_pretrained(name, dtype=dtype, device=device), [])

@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 import string
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ import tiny
 import torch
 from full import left_to_full
 from precise import assert_as_theirs, assert_close_to_theirs, in_float64
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import fastbert
 from fastbert import Windows
 from fastbert.errors import CheckpointError, ConfigError, InputError
 from fastbert.sentences.multi_vector.folder import QueryExpansion, TokenPooling
-from fastbert.sentences.multi_vector.vectors import similarity, similarity_pairwise
+from fastbert.sentences.multi_vector.vectors import TokenVectors, similarity, similarity_pairwise
 
 library = pytest.importorskip("sentence_transformers", minversion="6")
 from sentence_transformers.base.modules import Dense, Normalize, Transformer  # noqa: E402
@@ -238,23 +239,6 @@ def test_folders_of_pylate(name, tmp_path):
         assert all(map(torch.equal, found, expected))
 
 
-def write_stanford(root: Path, metadata: dict | None) -> Path:
-    """colbert-ai's: an encoder below `bert.`, its projection beside it, and artifact.metadata."""
-    folder = tiny.write_model(root)
-    vocabulary = (folder / "vocab.txt").read_text().split("\n")
-    vocabulary[-3:-1] = ["[unused0]", "[unused1]"]
-    (folder / "vocab.txt").write_text("\n".join(vocabulary))
-    (folder / "tokenizer.json").unlink()
-    config = json.loads((folder / "config.json").read_text())
-    tiny.write_json(folder / "config.json", {**config, "architectures": ["HF_ColBERT"]})
-    weights = {f"bert.{name.removeprefix('bert.')}": t for name, t in load_file(folder / "model.safetensors").items()}
-    linear = torch.randn(16, 32, generator=torch.Generator().manual_seed(2))
-    save_file({**weights, "linear.weight": linear}, folder / "model.safetensors", {"format": "pt"})
-    if metadata is not None:
-        tiny.write_json(folder / "artifact.metadata", metadata)
-    return folder
-
-
 @pytest.mark.parametrize(
     "metadata",
     (
@@ -264,8 +248,11 @@ def write_stanford(root: Path, metadata: dict | None) -> Path:
     ),
     ids=("absent", "as published", "other"),
 )
-def test_folders_of_stanford(metadata, tmp_path):
-    ours, theirs = both(write_stanford(tmp_path, metadata))
+def test_folders_of_stanford(metadata, tmp_path, recwarn):
+    ours, theirs = both(tiny.write_stanford(tmp_path, metadata))
+    assert not [one for one in recwarn if "not used" in str(one.message)]  # of the projection, which is
+    with pytest.raises(ConfigError, match=r"fastbert\.MultiVectorEncoder loads it"):
+        fastbert.SentenceEncoder(tmp_path)
     for task in ("query", "document"):
         assert_as_theirs(ours, theirs, lambda model, task=task: getattr(model, f"encode_{task}")(TEXTS))
     ids = ours.tokenize(["cat"], ours.prompts["document"], "document").ids.tolist()
@@ -353,6 +340,55 @@ def test_other_dtypes(encoder, dtype):
 
 # --------------------------------------------------------------------------------------------------------------------
 # Bad input
+
+
+def test_vectors_in_a_file(encoder, tmp_path):
+    found = encoder.encode_document(TEXTS, output="packed")
+    for one in (found, replace(found, vectors=found.vectors.bfloat16()), found.in_int8()):
+        one.save(tmp_path / "v.safetensors")
+        read = TokenVectors.load(tmp_path / "v.safetensors")
+        assert torch.equal(read.vectors, one.vectors) and torch.equal(read.cu_seqlens, one.cu_seqlens)
+        assert (read.scales is None) == (one.scales is None) and all(map(torch.equal, read, one))
+        assert torch.equal(encoder.similarity(found, read), encoder.similarity(found, one))
+    assert all(map(torch.equal, found.part(1, 4), list(found)[1:4]))
+    with pytest.raises(InputError, match=r"v\.npz: the name must end in \.safetensors"):
+        found.save(tmp_path / "v.npz")
+    (tmp_path / "bad.safetensors").write_bytes(b"nothing")
+    for path in (tmp_path / "bad.safetensors", tmp_path / "absent.safetensors"):
+        with pytest.raises(InputError, match=path.name):
+            TokenVectors.load(path)
+    save_file({"vectors": torch.zeros(2, 3)}, tmp_path / "other.safetensors")
+    with pytest.raises(InputError, match="holds vectors, and no vectors that TokenVectors"):
+        TokenVectors.load(tmp_path / "other.safetensors")
+
+
+@pytest.mark.parametrize("prompts", (None, {"query": "who ", "document": "the cat "}), ids=("plain", "prompts"))
+def test_tokens_that_matched(prompts, tmp_path):
+    folder = write(tmp_path, expansion=EXPANSIONS["min"], skiplist=".,", prompts=prompts)
+    encoder = fastbert.MultiVectorEncoder(folder, device="cpu")
+    query, document = "cat dog", "A dog. sat on the old Mat"
+    found = encoder.matches(query, document)
+    assert {match["query"] for match in found} <= {"cat", "dog"}
+    assert [match["score"] for match in found] == sorted((match["score"] for match in found), reverse=True)
+    products = encoder.encode_query(query) @ encoder.encode_document(document).T
+    for match in found:
+        assert document[match["start"] : match["end"]].lower() == match["document"] and match["document"] not in ".,"
+        assert match["score"] in products.max(-1).values.tolist()
+    assert found and encoder.matches(query, "") == [] and encoder.matches("", document) == []
+    with pytest.raises(InputError, match="none of them has matched alone"):
+        fastbert.MultiVectorEncoder(write(tmp_path / "pooled", pooled=2.0)).matches(query, document)
+
+
+def test_vectors_that_are_longer_than_the_models(encoder):
+    query, found = encoder.encode_query(TEXTS), encoder.encode_document(TEXTS, output="packed")
+    longer = replace(found, vectors=found.vectors * torch.where(torch.arange(len(found.vectors)) == 3, 2, 1)[:, None])
+    for documents in (longer, longer.in_int8(), list(longer)):
+        with pytest.raises(InputError, match="documents' token 3 has length 2; this model's have length 1"):
+            encoder.similarity(query, documents)
+    with pytest.raises(InputError, match="has length 2"):
+        encoder.similarity_pairwise(query, longer)
+    shorter = encoder.encode_document(TEXTS, truncate_dim=5, output="packed")
+    assert encoder.similarity([one[:, :5] for one in query], shorter).isfinite().all()
 
 
 def change(folder: Path, name: str, **entries: Any) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from family_configs import few_heads
+from safetensors.torch import load_file, save_file
 from seeds import manual_seed
 
 from fastbert.config import EncoderConfig
@@ -78,6 +79,23 @@ def write_sentence_model(folder: Path) -> Path:
     write_model(folder)
     write_modules(folder, "Pooling", "Normalize")
     write_json(folder / "1_Pooling/config.json", {"word_embedding_dimension": 32})
+    return folder
+
+
+def write_stanford(folder: Path, metadata: dict | None = None) -> Path:
+    """colbert-ai's: an encoder below `bert.`, its projection beside it, and artifact.metadata."""
+    write_model(folder)
+    vocabulary = (folder / "vocab.txt").read_text().split("\n")
+    vocabulary[-3:-1] = ["[unused0]", "[unused1]"]
+    (folder / "vocab.txt").write_text("\n".join(vocabulary))
+    (folder / "tokenizer.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    write_json(folder / "config.json", {**config, "architectures": ["HF_ColBERT"]})
+    weights = {f"bert.{name.removeprefix('bert.')}": t for name, t in load_file(folder / "model.safetensors").items()}
+    linear = torch.randn(16, 32, generator=torch.Generator().manual_seed(2))
+    save_file({**weights, "linear.weight": linear}, folder / "model.safetensors", {"format": "pt"})
+    if metadata is not None:
+        write_json(folder / "artifact.metadata", metadata)
     return folder
 
 

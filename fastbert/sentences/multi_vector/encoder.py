@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from fastbert import ops
 from fastbert.checkpoint.tokenizer_files import SETTINGS
-from fastbert.data.sentence_folder import FolderSettings
+from fastbert.data.sentence_folder import FolderSettings, is_colbert_ai
 from fastbert.data.tokenized import Text, Tokenized
 from fastbert.errors import ConfigError, InputError
 from fastbert.models.auto import load_encoder
@@ -25,6 +25,7 @@ from fastbert.sentences.batches import check_listed, check_texts, longest_first,
 from fastbert.sentences.loading import LoadArguments, open_folder
 from fastbert.sentences.multi_vector.folder import (
     MultiVectorRecipe,
+    Normalize,
     OlderSettings,
     QueryExpansion,
     TokenPooling,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 MaxSim = Literal["maxsim", "meanmaxsim"]
 _SIMILARITIES = ("maxsim", "meanmaxsim")
+_LOOKED_AT, _LONGEST = 256, 1.05  # vectors of documents; a length of 1, and what int8 may add
 
 
 class MultiVectorEncoder(TextModel, HasDimensions):
@@ -80,7 +82,8 @@ class MultiVectorEncoder(TextModel, HasDimensions):
         """
         opened = open_folder(model_name_or_path, self.transformer_task, None, options, expands_queries=True)
         prompts = dict(options.get("prompts") or {})
-        model = load_encoder(opened.folder, str(model_name_or_path), opened.dtype, opened.config)
+        others = ("linear.weight",) if is_colbert_ai(opened.folder) else ()
+        model = load_encoder(opened.folder, str(model_name_or_path), opened.dtype, opened.config, others)
         opened.quantised(model)
         settings = opened.settings
         recipe, older = read_multi_vector(opened.root, opened.folder, model.config.hidden_size, settings)
@@ -284,13 +287,31 @@ class MultiVectorEncoder(TextModel, HasDimensions):
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> torch.Tensor:
         """float32 (queries, documents), on the documents' device, by `similarity_fn_name`: see
-        fastbert.sentences.multi_vector.vectors.similarity.
+        fastbert.sentences.multi_vector.vectors.similarity. Raises InputError for documents' vectors that do not have
+        length 1 where the model's do.
         """
-        return similarity(embeddings1, embeddings2, self.similarity_fn_name == "meanmaxsim")
+        documents = self._checked(embeddings2)
+        return similarity(embeddings1, documents, self.similarity_fn_name == "meanmaxsim")
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> torch.Tensor:
-        """float32 (pairs,): of each query and the document in its place."""
-        return similarity_pairwise(embeddings1, embeddings2, self.similarity_fn_name == "meanmaxsim")
+        """float32 (pairs,): of each query and the document in its place. Raises InputError, as `similarity`."""
+        documents = self._checked(embeddings2)
+        return similarity_pairwise(embeddings1, documents, self.similarity_fn_name == "meanmaxsim")
+
+    def _checked(self, embeddings: Any) -> TokenVectors:
+        """Vectors of documents, some of which are looked at: all of a corpus would be read twice."""
+        found, modules = TokenVectors.of(embeddings), self.recipe.modules
+        count = found.vectors.shape[0]
+        if count and modules and isinstance(modules[-1], Normalize):
+            at = torch.arange(0, count, -(-count // _LOOKED_AT), device=found.vectors.device)
+            rows = found.vectors[at].float()
+            lengths = (rows if found.scales is None else rows * found.scales[at, None]).norm(dim=-1)
+            longer = (lengths > _LONGEST).nonzero()  # shorter ones lost dimensions, or are means
+            if len(longer):
+                row = int(longer[0])
+                told = f"the vector of documents' token {int(at[row])} has length {float(lengths[row]):.3g}"
+                raise InputError(f"{told}; this model's have length 1: fastbert.ops.normalize makes it so")
+        return found
 
     def rank(
         self,
@@ -320,6 +341,40 @@ class MultiVectorEncoder(TextModel, HasDimensions):
         return [
             {"corpus_id": i, "score": scores[i], **({"text": documents[i]} if return_documents else {})} for i in ranked
         ]
+
+    def matches(self, query: str, document: str) -> list[dict[str, Any]]:
+        """Which token of a document each word of a query has found, by the largest product, the best first: `query`,
+        `document` (the tokens), `score`, and `start` and `end` in the document. Special tokens, prompts and tokens that
+        queries are expanded by are left out. Raises InputError where documents' vectors are those of clusters.
+        """
+        if self.recipe.token_pooling is not None and "document" in self.recipe.token_pooling.tasks:
+            raise InputError(
+                "HierarchicalTokenPooling leaves vectors of several tokens: none of them has matched alone"
+            )
+        words, tokens = self._words(query, "query"), self._words(document, "document")
+        products = self.encode_query(query) @ self.encode_document(document).T
+        scores, places = products.max(-1) if products.numel() else (products.new_zeros(0), products.new_zeros(0))
+        found = [
+            {"query": word[0], "document": tokens[j][0], "score": score, "start": tokens[j][1], "end": tokens[j][2]}
+            for word, score, j in zip(words, scores.tolist(), places.tolist(), strict=False)
+            if word[2] > word[1] and tokens[j][2] > tokens[j][1]
+        ]
+        return sorted(found, key=lambda match: -match["score"])
+
+    def _words(self, text: str, task: str) -> list[tuple[str, int, int]]:
+        """Of each vector of a text its token, and where it is in the text; an empty range for others than its own."""
+        prompt = self.prompt(self._of_task(task, {})["prompt_name"])
+        ids = torch.from_numpy(self.tokenize([text], prompt, task).ids)
+        encoding = self.tokenizer_of(task).encode(prompt + text)
+        scored = self._scored(ids.to(self.device), task)
+        kept = range(len(ids)) if scored is None else scored.nonzero().flatten().tolist()
+        words, before = list[tuple[str, int, int]](), len(prompt)
+        for i in kept:
+            start, end = encoding.offsets[i] if i < len(encoding) else (0, 0)
+            is_own = i < len(encoding) and start >= before and not encoding.special_tokens_mask[i]
+            span = (start - before, end - before) if is_own else (0, 0)
+            words.append((encoding.tokens[i] if i < len(encoding) else "", *span))
+        return words
 
     # ----------------------------------------------------------------------------------------------------------------
     # From texts to vectors

@@ -22,6 +22,7 @@ from fastbert.checkpoint.weight_files import read_weights
 from fastbert.data.sentence_folder import (
     FolderSettings,
     Normalize,
+    is_colbert_ai,
     list_modules,
     optional_json,
     read_dense,
@@ -131,8 +132,7 @@ def read_multi_vector(
     """
     modules = list_modules(root)
     if not modules:
-        architectures = optional_json(folder / "config.json").get("architectures")
-        if architectures != ["HF_ColBERT"]:
+        if not is_colbert_ai(folder):
             raise ConfigError(
                 f"{root} has no modules.json, and {folder / 'config.json'} no architecture 'HF_ColBERT': it is no"
                 " multi-vector encoder, whose projection would be random. fastbert.SentenceEncoder loads an encoder"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fastbert import ops
 from fastbert.errors import InputError
+from fastbert.files import writing
+
+_FORMAT = "fastbert.TokenVectors"
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,38 @@ class TokenVectors:
         within = torch.arange(int(offsets[-1]), device=first.device) - offsets[:-1].repeat_interleave(lengths)
         at = first.repeat_interleave(lengths) + within
         return TokenVectors(self.vectors[at], offsets.int(), None if self.scales is None else self.scales[at])
+
+    def part(self, first: int, end: int) -> TokenVectors:
+        """Those of texts [first, end), in the same memory."""
+        begin, stop = int(self.cu_seqlens[first]), int(self.cu_seqlens[end])
+        scales = None if self.scales is None else self.scales[begin:stop]
+        return TokenVectors(self.vectors[begin:stop], self.cu_seqlens[first : end + 1] - begin, scales)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a .safetensors file. Raises InputError for another ending."""
+        from safetensors.torch import save_file
+
+        if Path(path).suffix != ".safetensors":
+            raise InputError(f"{path}: the name must end in .safetensors")
+        tensors = {"vectors": self.vectors.contiguous(), "cu_seqlens": self.cu_seqlens}
+        tensors |= {} if self.scales is None else {"scales": self.scales}
+        with writing(Path(path)) as new:
+            save_file({name: t.detach().cpu() for name, t in tensors.items()}, new, {"format": _FORMAT})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> TokenVectors:
+        """What `save` has written, read from the file as it is needed: on the CPU. Raises InputError."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, "pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                kind = (file.metadata() or {}).get("format")
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{path}: {error}") from None
+        if kind != _FORMAT or set(tensors) - {"scales"} != {"vectors", "cu_seqlens"}:
+            raise InputError(f"{path} holds {', '.join(tensors)}, and no vectors that TokenVectors.save has written")
+        return cls(**tensors)
 
     def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(texts, longest, dim) with zeros behind each text, and which tokens are there, bool (texts, longest)."""

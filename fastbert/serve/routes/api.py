@@ -9,8 +9,9 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
+from fastbert.sentences import MultiVectorEncoder
 from fastbert.serve import schemas
-from fastbert.serve.answers import as_json, encoded, finished, ranking
+from fastbert.serve.answers import as_json, encoded, finished, ranked, ranking
 from fastbert.serve.request_errors import RequestError
 
 if TYPE_CHECKING:
@@ -42,14 +43,19 @@ class ApiRoutes:
     async def rank_documents(self, asked: schemas.RankingRequest) -> Any:
         """In the form of Jina and Cohere."""
         self.check_model(asked.model)
-        pairs = [(asked.query, text) for text in asked.documents]
-        prepared = await self.server.tokenized("documents", pairs, limit=API_INPUTS)
-        logits = np.stack(await self.server.compute(prepared))
+        if isinstance(self.server.engine.model, MultiVectorEncoder):
+            scores, tokens = await self.server.token_scores("documents", asked.query, asked.documents, limit=API_INPUTS)
+            order = ranked(scores, None)
+        else:
+            pairs = [(asked.query, text) for text in asked.documents]
+            prepared = await self.server.tokenized("documents", pairs, limit=API_INPUTS)
+            tokens = sum(prepared.lengths)
+            order = ranking(self.server.engine, np.stack(await self.server.compute(prepared)), False, None)
         results = []
-        for one in ranking(self.server.engine, logits, False, None)[: asked.top_n]:
+        for one in order[: asked.top_n]:
             text = {"document": {"text": asked.documents[one["index"]]}} if asked.return_documents else {}
             results.append({"index": one["index"], "relevance_score": one["score"], **text})
-        usage = {"prompt_tokens": sum(prepared.lengths), "total_tokens": sum(prepared.lengths)}
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return {"id": str(uuid.uuid4()), "model": self.server.engine.name, "results": results, "usage": usage}
 
     async def models(self, request: Request) -> Response:

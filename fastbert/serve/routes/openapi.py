@@ -11,7 +11,7 @@ from fastbert.serve.request_errors import API, STATUS, status_at
 from fastbert.serve.schemas import BOOL, NUMBER, TEXT, WHOLE, Request, Schema, array, either, json_schema, record
 from fastbert.version import __version__
 
-MODEL_TYPES = ("embedding", "sparse", "reranker", "classifier", "token-classifier", "question-answerer")
+MODEL_TYPES = ("embedding", "multi-vector", "sparse", "reranker", "classifier", "token-classifier", "question-answerer")
 NULL: Schema = {"type": "null"}
 REAL = either(NUMBER, NULL)  # null: not finite
 VECTOR = array(REAL)

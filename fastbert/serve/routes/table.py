@@ -19,14 +19,14 @@ def routes_of(server: Server, api: ApiRoutes) -> list[Route]:
     tokens = TokenRoutes(server)
     return [
         Route("/embed", ("embedding",), server.embed, schemas.EmbedRequest, openapi.VECTORS),
-        Route("/rerank", ("reranker",), server.rerank, schemas.RerankRequest, openapi.RANKING),
+        Route("/rerank", ("reranker", "multi-vector"), server.rerank, schemas.RerankRequest, openapi.RANKING),
         Route("/predict", ("classifier", "reranker"), server.predict, schemas.PredictRequest, openapi.LABELS),
         Route("/embed_sparse", ("sparse",), tokens.embed_sparse, schemas.TokensRequest, openapi.SPARSE),
         Route("/entities", ("token-classifier",), server.entities, schemas.EntitiesRequest, openapi.ENTITIES),
         Route("/answers", ("question-answerer",), server.answers, schemas.AnswersRequest, openapi.ANSWERS),
         Route("/v1/embeddings", ("embedding",), api.embeddings, schemas.OpenAIRequest, openapi.OPENAI),
-        Route("/v1/rerank", ("reranker",), api.rank_documents, schemas.RankingRequest, openapi.RANKED),
-        Route("/v2/rerank", ("reranker",), api.rank_documents, schemas.RankingRequest, openapi.RANKED),
+        Route("/v1/rerank", ("reranker", "multi-vector"), api.rank_documents, schemas.RankingRequest, openapi.RANKED),
+        Route("/v2/rerank", ("reranker", "multi-vector"), api.rank_documents, schemas.RankingRequest, openapi.RANKED),
         Route("/similarity", ("embedding",), server.similarity, schemas.SimilarityRequest, openapi.NUMBERS),
         Route("/chunks", ("embedding",), server.chunks, schemas.ChunksRequest, openapi.CHUNKS),
         Route("/embed_all", ("embedding",), tokens.embed_all, schemas.TokensRequest, openapi.TOKEN_VECTORS),

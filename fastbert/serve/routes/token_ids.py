@@ -27,9 +27,16 @@ def side_of(tokenizer: Tokenizer) -> str:
 def cutting_at(engine: Engine, side: str) -> Engine:
     """The same model, which cuts texts at `side`, "left" or "right"."""
     copied, model = copy.copy(engine), copy.copy(engine.model)
-    model.tokenizer = uncut(engine.model.tokenizer)
-    model.tokenizer.enable_truncation(model.max_seq_length, direction=side)
+    model.tokenizer = _at_side(engine.model.tokenizer, side)
+    model._tokenizers = {task: _at_side(one, side) for task, one in engine.model._tokenizers.items()}
     copied.model = model
+    return copied
+
+
+def _at_side(tokenizer: Tokenizer, side: str) -> Tokenizer:
+    """Another, of the same length."""
+    copied = uncut(tokenizer)
+    copied.enable_truncation((tokenizer.truncation or {})["max_length"], direction=side)
     return copied
 
 
