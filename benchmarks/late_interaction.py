@@ -7,8 +7,7 @@ Search: 32 tokens of a query beside documents of 30 to 512 tokens, of which 100 
 of 32 tokens beside 64 documents, all with all, forward and backward. Contestants take turns in one process, each with
 the form of vectors that it likes best, made before. torch has the faster of two loops, over chunks of 65,536 tokens:
 products of all of a chunk's tokens and torch.segment_reduce; and texts sorted by length, padded, einsum, max, sum.
-Memory is the highest resident memory of
-a process of its own, less that before the step.
+Memory is the highest resident memory of a process of its own, less that before the step.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from fastbert.bench.timing import Timing, describe_machine, measure_once
 
 QUERY, SHORTEST, LONGEST, CHUNK = 32, 30, 512, 65536
 SEARCHES = [(documents, width) for documents in (100, 1000, 20000) for width in (96, 128)]
+PEERS = ("sentence-transformers", "maxsim-cpu")
 OURS = ("fastbert float32", "fastbert bfloat16", "fastbert int8")
 
 
@@ -181,7 +182,7 @@ def to_markdown(report: dict[str, Any]) -> str:
     lines = [
         "# Late interaction",
         "",
-        f"{where(report['machine'])}; {report['rounds']} rounds in turn. A query of"
+        f"{where(report['machine'])} {report['rounds']} rounds in turn. A query of"
         f" {QUERY} tokens, documents of {SHORTEST} to {LONGEST}. In brackets: times the best peer, which is the last"
         " column's, and for float32 the share of the best matrix product of this machine.",
         "",
@@ -220,7 +221,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="a folder")
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
-    report: dict[str, Any] = {"machine": describe_machine(), "rounds": options.rounds, "search": [], "training": {}}
+    machine = describe_machine() | {"packages": {name: version(name) for name in PEERS}}
+    report: dict[str, Any] = {"machine": machine, "rounds": options.rounds, "search": [], "training": {}}
     products = gemms("float32")
     for documents, width in SEARCHES:
         calls, operations = search(documents, width), 2 * QUERY * width * sum(lengths_of(documents))
