@@ -137,7 +137,7 @@ sanitize: $(VENV)/.installed-test  ## the C++ kernels' tests under AddressSaniti
 		tests/ops/test_isa.py::test_make_sanitize_tests_its_own_build tests/ops/test_contract.py tests/ops/test_maxsim.py tests/ops/test_linear.py tests/ops/test_feed_forward.py tests/ops/test_attention.py \
 		tests/ops/test_layer_norm.py tests/ops/test_int8.py tests/ops/test_ops.py tests/models/test_training.py tests/ops/test_embedding.py \
 		tests/ops/test_packed_weights.py tests/ops/test_packed_memory.py tests/ops/test_foreign_memory.py tests/ops/test_activation_ends.py \
-		tests/ops/test_attention_kinds.py tests/ops/test_attention_relative.py tests/ops/test_attention_traced.py tests/ops/test_attention_bad_input.py tests/ops/test_encoder_layers.py \
+		tests/ops/test_attention_kinds.py tests/ops/test_attention_num_keys.py tests/ops/test_attention_relative.py tests/ops/test_attention_traced.py tests/ops/test_attention_bad_input.py tests/ops/test_encoder_layers.py \
 		tests/ops/test_encoder_layers_training.py tests/ops/test_bad_gradients.py tests/ops/test_adamw.py tests/ops/test_deferred_rows.py \
 		tests/ops/test_renewed_weights.py tests/ops/test_without_copies.py tests/ops/test_unrecorded_writes.py tests/ops/test_sparse_embedding.py tests/ops/test_dropout.py tests/ops/test_attention_dropout.py \
 		tests/ops/test_pooling.py tests/sentences/test_one_text.py -k "not triton and not cuda"

@@ -18,6 +18,8 @@ import triton.language as tl
 from .sizes import next_power_of_2
 
 _NO_DOCUMENT = tl.constexpr(-1e9)  # the score of a document without tokens: ops/maxsim.py
+BLOCK_Q, BLOCK_D, BLOCK_W = 32, 64, 64  # the last at most: a narrower vector is one block
+NUM_STAGES = 2  # with 3 the registers of bfloat16 spill
 
 
 @triton.jit
@@ -161,8 +163,8 @@ def _maxsim_ddocuments_kernel(
         tl.store(to, total.to(ddocuments_ptr.dtype.element_ty), mask=inside)
 
 
-def _block(width: int, most: int) -> int:
-    return max(16, min(most, next_power_of_2(width)))
+def _block(width: int) -> int:
+    return max(16, min(BLOCK_W, next_power_of_2(width)))
 
 
 def maxsim_fwd(queries, cu_seqlens_q, documents, cu_seqlens_d, query_scales, scales, pairs, longest, return_winners):
@@ -176,8 +178,9 @@ def maxsim_fwd(queries, cu_seqlens_q, documents, cu_seqlens_d, query_scales, sca
         _maxsim_fwd_kernel[(num_pairs,)](
             queries.contiguous(), cu_seqlens_q.contiguous(), documents.contiguous(), cu_seqlens_d.contiguous(),
             query_scales, scales, pairs.contiguous(), scores, winners, queries.shape[0], documents.shape[0], longest,
-            cu_seqlens_q.shape[0] - 1, cu_seqlens_d.shape[0] - 1, width, BLOCK_Q=32, BLOCK_D=64,
-            BLOCK_W=_block(width, 64), IS_INT8=scales is not None, RETURN_WINNERS=return_winners,
+            cu_seqlens_q.shape[0] - 1, cu_seqlens_d.shape[0] - 1, width, BLOCK_Q=BLOCK_Q, BLOCK_D=BLOCK_D,
+            BLOCK_W=_block(width), IS_INT8=scales is not None, RETURN_WINNERS=return_winners,
+            num_stages=NUM_STAGES,
         )  # fmt: skip
     return scores, winners
 
@@ -193,7 +196,7 @@ def maxsim_bwd(
         return dqueries, ddocuments
     dscores, queries, documents, pairs = (t.contiguous() for t in (dscores, queries, documents, pairs))
     cu_seqlens_q, cu_seqlens_d = cu_seqlens_q.contiguous(), cu_seqlens_d.contiguous()
-    block_w, tokens = _block(width, 64), (queries.shape[0], documents.shape[0])
+    block_w, tokens = _block(width), (queries.shape[0], documents.shape[0])
     with torch.cuda.device_of(queries):
         if needs_dqueries and queries.shape[0]:
             order, offsets = _by_owner(pairs[0], num_queries)
@@ -208,7 +211,7 @@ def maxsim_bwd(
             order, offsets = _by_owner(pairs[1], num_documents)
             _maxsim_ddocuments_kernel[(num_documents, -(-width // block_w))](
                 dscores, queries, winners, pairs, order, offsets, cu_seqlens_q, cu_seqlens_d, ddocuments, *tokens,
-                longest, pairs.shape[1], num_queries, width, BLOCK_Q=32, BLOCK_D=32, BLOCK_W=block_w,
+                longest, pairs.shape[1], num_queries, width, BLOCK_Q=BLOCK_Q, BLOCK_D=BLOCK_Q, BLOCK_W=block_w,
             )  # fmt: skip
     return dqueries, ddocuments
 

@@ -66,18 +66,7 @@ def add(commands: Any) -> None:
     )
     add_column_option(parser)
     add_model_option(parser)
-    parser.add_argument(
-        "--output",
-        metavar="OUT",
-        required=True,
-        help="where the vectors go: a .npy, .parquet, .jsonl, or -; a .safetensors of a multi-vector model; a folder"
-        " or a URL with --engine ray",
-    )
-    parser.add_argument(
-        "--precision",
-        choices=("float32", "bfloat16", "int8"),
-        help="of the vectors in a .safetensors (default bfloat16)",
-    )
+    _add_output_options(parser)
     add_windows_option(parser, "texts longer than the model takes have one vector of all their chunks")
     parser.add_argument(
         "--chunks",
@@ -90,18 +79,10 @@ def add(commands: Any) -> None:
     )
     add_running_options(parser)
     parser.add_argument(
-        "--keep",
-        metavar="NAME",
-        nargs="+",
-        default=[],
-        help="other columns of FILE that stay, in a .parquet, a .jsonl or -: texts, numbers, true and false",
-    )
-    parser.add_argument(
         "--skip-bad-rows",
         action="store_true",
         help="go on past a row of FILE that cannot be read, or is no text, and name it: OUT has no row for it",
     )
-    parser.add_argument("--force", action="store_true", help="replace OUT; start again if a run cannot go on")
     parser.add_argument(
         "--engine",
         choices=("local", "ray"),
@@ -109,6 +90,29 @@ def add(commands: Any) -> None:
         help="ray: parquet files, or a folder of them, into a folder of parquet files, on all of a Ray cluster",
     )
     parser.add_argument("--workers", metavar="N", type=positive, help="with --engine ray: how many models are loaded")
+
+
+def _add_output_options(parser: Any) -> None:
+    parser.add_argument(
+        "--output",
+        metavar="OUT",
+        required=True,
+        help="where the vectors go: a .npy, .parquet, .jsonl, or -; a .safetensors of a multi-vector model; a folder"
+        " or a URL with --engine ray",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("float32", "bfloat16", "int8"),
+        help="of the vectors in a .safetensors (default bfloat16)",
+    )
+    parser.add_argument(
+        "--keep",
+        metavar="NAME",
+        nargs="+",
+        default=[],
+        help="other columns of FILE that stay, in a .parquet, a .jsonl or -: texts, numbers, true and false",
+    )
+    parser.add_argument("--force", action="store_true", help="replace OUT; start again if a run cannot go on")
 
 
 def run(options: argparse.Namespace) -> int:

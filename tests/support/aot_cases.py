@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from aot_cases_embedding import cases as embedding_cases
+from aot_cases_maxsim import cases as maxsim_cases
 from aot_cases_relative import cases as relative_cases
 
 HIDDEN_SIZE = 768  # BERT-base; divisible by 16, as launchers' arguments are when loads may be 16 bytes wide
@@ -292,6 +293,6 @@ def merging_cases() -> Iterator[Case]:
 
 def all_cases() -> list[Case]:
     mine = [*layer_norm_cases(), *head_norm_cases(), *attention_cases(), *tiles_cases(), *rotary_cases()]
-    others = (*embedding_cases(HIDDEN_SIZE), *relative_cases())
+    others = (*embedding_cases(HIDDEN_SIZE), *relative_cases(), *maxsim_cases())
     mine += [*feed_forward_cases(), *cross_entropy_cases(), *adamw_cases(), *merging_cases()]
     return [*mine, *(Case(**case) for case in others)]

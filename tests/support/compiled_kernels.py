@@ -53,7 +53,7 @@ def compile_case(case: Case, capability: int) -> dict:
     divisible = {
         (i,): [["tt.divisibility", 16]]
         for i, arg in enumerate(kernel.arg_names)
-        if signature[arg].startswith("*") or arg in ("hidden_size", "N", "K") or arg.startswith("stride")
+        if signature[arg].startswith("*") or arg in ("hidden_size", "width", "N", "K") or arg.startswith("stride")
     }
     source = ASTSource(kernel, signature, case.constants, divisible)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}

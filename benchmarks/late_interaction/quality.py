@@ -1,14 +1,14 @@
 """Late interaction beside one vector a text: two MiniLM twins trained here, and what int8 documents lose.
 
-    python benchmarks/late_interaction_quality.py --data DATA --threads 1 --output benchmarks/results/<machine>
+    python benchmarks/late_interaction/quality.py --data DATA --threads 1 --output benchmarks/results/<machine>
 
-Task: the inverse cloze task (Lee et al. 2019, section 3) on nine novels. A passage has 40 to 120 words of a paragraph;
-a query is one of its sentences, which is taken out of it. Seven books are for training. The passages of the two others
-are searched.
+Task: the inverse cloze task (Lee et al. 2019, section 3) on nine novels. A passage has 40 to 120 words of a paragraph.
+A query is one of its sentences, which is taken out. Seven books are for training. The passages of the two others are
+searched.
 
-Twins: all-MiniLM-L6-v2 with the same batches, steps and seeds. One has a vector of 96 numbers for each token, and its
-scores are MaxSim (Khattab & Zaharia 2020, eq. 3); there are no marks and no added tokens. The other has the mean of the
-last hidden states and the cosine. Both are trained with in-batch negatives, in float32.
+Twins: all-MiniLM-L6-v2 with the same batches, steps and seeds. One has a vector of 96 numbers for each token, and
+MaxSim (Khattab & Zaharia 2020, eq. 3). It has no marks and no added tokens. The other has the mean of the last hidden
+states and the cosine. Both are trained with in-batch negatives, in float32.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def to_markdown(report: dict[str, Any]) -> str:
             f"Temperatures are fixed: {TEMPERATURES['multi']:g} for MaxSim, {TEMPERATURES['single']:g} for the cosine.",
             f"In brackets: 95 % of {DRAWS:,} bootstraps over queries, in differences paired; one training seed.",
             "",
-            "    nice -n 10 python benchmarks/late_interaction_quality.py --data ../shared/data --threads 1"
+            "    nice -n 10 python benchmarks/late_interaction/quality.py --data ../shared/data --threads 1"
             f" --steps {report['steps']} --queries {report['queries']} --output benchmarks/results/<machine>",
         ]
     )

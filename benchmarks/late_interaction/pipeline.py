@@ -1,7 +1,7 @@
 """From strings to token vectors, and from a query to its ranking: fastbert's MultiVectorEncoder beside its peer.
 
     pip install sentence-transformers==6.2.0
-    python benchmarks/late_interaction_pipeline.py --data ../shared/data --output benchmarks/results/<machine> \\
+    python benchmarks/late_interaction/pipeline.py --data ../shared/data --output benchmarks/results/<machine> \\
         --python onnx=ONNX/bin/python --python openvino=OPENVINO/bin/python
 
 The peer is sentence-transformers' class of that name, with each of its backends. Two shapes with random weights:
@@ -27,6 +27,7 @@ import string
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ import torch
 
 # A peer's interpreter has no fastbert: only functions of this side and of our workers import it.
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PEER, OURS = "sentence-transformers", "fastbert"
 CONTESTANTS = {
     **{f"{PEER} {backend}": {"of": backend} for backend in ("torch", "onnx", "openvino")},
@@ -285,7 +286,7 @@ def first_line(error_type: type[BaseException], error: BaseException, trace: Tra
     """What the page says of a worker that died, as the last line of stderr."""
     sys.__excepthook__(error_type, error, trace)
     lines = str(error).strip().splitlines() or [""]
-    print(f"{error_type.__name__}: {lines[0][:160]}", file=sys.stderr, flush=True)
+    print(f"{error_type.__name__}: {textwrap.shorten(lines[0], 160, placeholder=' ...')}", file=sys.stderr, flush=True)
 
 
 def work(task: dict[str, Any]) -> None:

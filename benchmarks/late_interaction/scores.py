@@ -1,7 +1,7 @@
 """Scores of late interaction beside torch, sentence-transformers and maxsim-cpu: rates, and a training step's memory.
 
     pip install sentence-transformers==6.2.0 maxsim-cpu==0.1.0
-    python benchmarks/late_interaction.py --output benchmarks/results/<machine>
+    python benchmarks/late_interaction/scores.py --output benchmarks/results/<machine>
 
 Search: 32 tokens of a query beside documents of 30 to 512 tokens, of which 100 fit into a cache. Training: 64 queries
 of 32 tokens beside 64 documents, all with all, forward and backward. Contestants take turns in one process, each with
@@ -159,7 +159,7 @@ def in_turn(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, dict[
 def memory_of(name: str) -> int:
     """Bytes that a training step of 256 with 256 adds, in a process of its own."""
     code = (
-        "import benchmarks.late_interaction as b, sys\n"
+        "import benchmarks.late_interaction.scores as b, sys\n"
         "from fastbert.bench.timing import peak_memory\n"
         "small = b.training(queries=4)[sys.argv[1]]; small()\n"
         "step = b.training(queries=256)[sys.argv[1]]; before = peak_memory(); step(); print(peak_memory() - before)"
