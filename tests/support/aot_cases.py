@@ -187,7 +187,8 @@ def tiles_cases() -> Iterator[Case]:
         constants = {"BLOCK_TILE": 128, "BLOCK_B": 16, "BLOCK_R": 128, "HAS_NUM_KEYS": has_num_keys}
         pointers = types | {"num_keys_ptr": "*i32"} if has_num_keys else types
         constants |= {} if has_num_keys else {"num_keys_ptr": None}
-        yield Case("attention._attention_tiles_kernel", "i32", pointers, constants, num_warps=4, wide_loads=0)
+        variant = "num-keys" if has_num_keys else ""
+        yield Case("attention._attention_tiles_kernel", "i32", pointers, constants, 4, wide_loads=0, variant=variant)
 
 
 def rotary_cases() -> Iterator[Case]:
