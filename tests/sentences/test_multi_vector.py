@@ -69,12 +69,17 @@ def both(folder: Path, **options: Any) -> tuple[Any, Any]:
 GRID = list(itertools.product(EXPANSIONS, (False, True), (False, True), (0.0, 2.0), (None, 5)))
 
 
-@left_to_full(
-    lambda p: sum(map(str(p["case"]).count, ("True", "2.0", "5)"))) + list(EXPANSIONS).index(p["case"][0]) != 3
-)
+def is_one_of_all(case: tuple) -> bool:
+    """Two of each expansion: the settings of one are all the other's opposites."""
+    number = sum(2**i for i, value in enumerate(case[1:]) if value)
+    return number in (3 * list(EXPANSIONS).index(case[0]), 15 - 3 * list(EXPANSIONS).index(case[0]))
+
+
+@left_to_full(lambda p: p["count"] == 1000 or not is_one_of_all(p["case"]))
+@pytest.mark.parametrize("count", (60, 1000))
 @pytest.mark.parametrize("case", GRID, ids=str)
-def test_every_setting(case, tmp_path):
-    """Of 1,000 texts, the vectors and the scores. Of theirs, the first numbers are all that a truncation leaves."""
+def test_every_setting(case, count, tmp_path):
+    """Of `count` texts, the vectors and the scores. Of theirs, the first numbers are all that a truncation leaves."""
     name, skips, prompts, pooled, width = case
     folder = write(
         tmp_path,
@@ -84,7 +89,7 @@ def test_every_setting(case, tmp_path):
         prompts={"query": "who ", "document": "the cat "} if prompts else None,
     )
     ours, theirs = both(folder)
-    exact, queries, documents = in_float64(theirs), texts(40), texts(1000)
+    exact, queries, documents = in_float64(theirs), texts(40), texts(count)
     for task, given in (("query", queries), ("document", documents)):
         found = getattr(ours, f"encode_{task}")(given, truncate_dim=width)
         near, wanted = (
@@ -92,7 +97,7 @@ def test_every_setting(case, tmp_path):
         )
         if pooled and task == "document":  # a tie of two clusters may go either way
             same = [i for i, (a, b) in enumerate(zip(found, wanted, strict=True)) if _is_alike(a, b)]
-            assert len(same) > 0.98 * len(given)
+            assert len(same) >= len(given) - max(2, len(given) // 50)
             found, near, wanted = ([rows[i] for i in same] for rows in (found, near, wanted))
         assert_close_to_theirs(found, near, wanted)
     vectors = [model.encode_query(queries) for model in (ours, theirs, exact)]
