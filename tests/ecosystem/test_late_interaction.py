@@ -119,7 +119,8 @@ def test_the_trainer(tmp_path):
             str(tmp_path / f"run{is_ours}"),
             max_steps=3,
             per_device_train_batch_size=4,
-            learning_rate=1e-3,
+            learning_rate=1e-2,
+            optim="sgd",  # Adam would make the rounding of a gradient that is zero, a key bias's, as large as others
             logging_steps=1,
             report_to="none",
             use_cpu=True,

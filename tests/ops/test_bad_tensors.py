@@ -69,7 +69,7 @@ OPTIONS = {
     "linear": {"activation": "gelu"},
     "unpack": {"num_rows": 4},
 }
-ALONE = {"activation", "at_least_fp32", "compute_dtype", "dropout", "normalize"}  # take one tensor
+ALONE = {"activation", "at_least_fp32", "compute_dtype", "dropout", "in_int8", "normalize"}  # take one tensor
 # Tested below, in test_adamw.py and test_adamw_flat.py, or through `linear`.
 OF_OTHERS = {
     "DeferredRows",

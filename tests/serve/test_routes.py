@@ -173,7 +173,7 @@ EMBED, OPENAI, RERANK, PREDICT = "/embed", "/v1/embeddings", "/rerank", "/predic
         ("embedding", EMBED, ["a"], 422, "the body is a list; it must be an object"),
         ("embedding", OPENAI, {"input": LONG}, 400, "input[0] has more than 64 tokens, the model's limit"),
         ("embedding", OPENAI, {"input": "a", "model": "other"}, 404, "model 'other' is not served here"),
-        ("embedding", RERANK, {"query": "a", "texts": ["a"]}, 424, "is no reranker model: it is embedding"),
+        ("embedding", RERANK, {"query": "a", "texts": ["a"]}, 424, "reranker or multi-vector model: it is embedding"),
         ("classifier", EMBED, {"inputs": "a"}, 424, "is no embedding model: it is classifier"),
         ("classifier", PREDICT, {"inputs": ["a", "b", "c"]}, 422, "several texts are [[text], [text], ...]"),
         ("classifier", PREDICT, {"inputs": [["a"], "b"]}, 422, "entry 1 is no list of 1 or 2 texts"),

@@ -68,6 +68,16 @@ def pool() -> None:
             ops.pooling(x, torch.tensor(offsets, dtype=torch.int32), mode=mode, backend="triton").sum().backward()
 
 
+def score_late_interaction() -> None:
+    """All pairs and listed ones, trained; documents in int8, whose queries are rounded, too."""
+    offsets = [torch.tensor(cuts, dtype=torch.int32) for cuts in ((0, 32, 64), (0, 70, 100, 230))]
+    queries, documents = (torch.ones(rows, 128, dtype=torch.bfloat16, requires_grad=True) for rows in (64, 230))
+    for pairs in (None, torch.tensor([[0, 1], [2, 0]])):
+        ops.maxsim(queries, offsets[0], documents, offsets[1], pairs=pairs, backend="triton").sum().backward()
+    whole, scales = torch.ones(230, 128, dtype=torch.int8), torch.ones(230)
+    ops.maxsim(queries.detach(), offsets[0], whole, offsets[1], scales=scales, backend="triton")
+
+
 def optimize() -> None:
     """Models of one group and of several, with and without clipping."""
     for groups in ((0, 0), (0, 1), tuple(range(20))):
@@ -94,5 +104,6 @@ def run_ops() -> None:
     attend_with_relative_terms()
     norm_without_mean_and_positions()
     pool()
+    score_late_interaction()
     optimize()
     feed_forward_with_epilogues(torch.device("cpu"))
