@@ -357,6 +357,34 @@ def pooling(where: Where) -> Checks:
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# maxsim
+
+
+def _maxsim_case(where: Where, of_queries: Lengths, of_documents: Lengths, width: int) -> None:
+    offsets = of_queries.cu_seqlens, of_documents.cu_seqlens
+    tensors = {
+        "queries": where.randn(of_queries.total_tokens, width),
+        "documents": where.randn(of_documents.total_tokens, width),
+    }
+    ours = partial(_maxsim, ops.maxsim, *(t.to(where.device) for t in offsets), backend=where.backend)
+    compare(ours, partial(_maxsim, reference.maxsim, *offsets), tensors)
+    if has_kernel(where):
+        repeats(ours, tensors)
+
+
+def _maxsim(function: Callable[..., Any], of_q: Any, of_d: Any, *, queries: Any, documents: Any, **options: Any) -> Any:
+    return function(queries, of_q, documents, of_d, **options)
+
+
+def maxsim(where: Where) -> Checks:
+    for queries, documents, width in where.choose(
+        (((3, 7), (9, 1, 20), 32),), (((32,) * 64, (300, 30, 512, 1) * 16, 128), ((32, 1), (8192, 70), 96))
+    ):
+        case = partial(_maxsim_case, where, Lengths("", queries), Lengths("", documents), width)
+        yield f"{len(queries)} with {len(documents)} of {width}", case
+
+
+# --------------------------------------------------------------------------------------------------------------------
 # pack, unpack
 
 
@@ -393,6 +421,7 @@ CHECKS: dict[str, Callable[[Where], Checks]] = {
     "attention/kinds": kinds,
     "attention/relative": relative,
     "pooling": pooling,
+    "maxsim": maxsim,
     "pack": partial(packing, "pack"),
     "unpack": partial(packing, "unpack"),
 }
