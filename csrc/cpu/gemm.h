@@ -48,6 +48,31 @@ void pack_panels(const PackArgs& args, int64_t begin, int64_t end);
 // `in_features` elements a column: a product with ones, from memory that the packing has just written.
 void panel_sums(const char* panel, DType format, int64_t in_features, void* out, DType out_dtype, int64_t columns);
 
+// vpmaddubsw, which multiplies bytes where there are no dot products of them, adds two products in 16 bits. They
+// overflow where two weights of one sign are larger than 128 together: 255 x 128 fits. So panels are split: they keep
+// as much of a pair as fits, and what is left is multiplied apart (residuals_body.h). Sums stay exact. Of trained and
+// of normal weights 1 to 3 % of the pairs are split (docs/notes/gemm.md).
+struct Residual {
+  int32_t step;
+  int8_t bytes[4];
+};
+
+// Of a packed weight: those of column c are [begin[c], begin[c + 1]).
+struct Residuals {
+  const int32_t* begin = nullptr;  // (panels * kPanel + 1,); null: the panels are whole
+  const Residual* values = nullptr;
+};
+
+// Whether the ISA in use wants int8 panels split.
+bool splits_bytes();
+
+// `begin` (panels * kPanel + 1,) receives where the residuals of each column of a weight begin.
+void count_residuals(const PackArgs& args, int32_t* begin);
+
+// Takes the residuals out of the panels [first, last), of `steps` steps each, into `values`, all of the weight's; null
+// where they are known.
+void split_panels(char* packed, int64_t steps, int64_t first, int64_t last, const int32_t* begin, Residual* values);
+
 struct PackedWeight {
   const char* packed;  // its panels; null: each is packed from `source` when it is multiplied with
   DType format;
@@ -56,6 +81,7 @@ struct PackedWeight {
   const float* channel_scale;     // int8 only, (out_features,)
   float input_scale;              // int8 only; 0 = measured row by row
   PackArgs source{};              // the weight itself, where there are no panels; not for int8
+  Residuals residuals{};          // int8 only
 };
 
 // Whether rows that were converted for one weight serve another.

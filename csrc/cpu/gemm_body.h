@@ -3,6 +3,7 @@
 #include "convert_body.h"
 #include "epilogue_body.h"
 #include "pack_body.h"
+#include "residuals_body.h"
 
 // Steps that are summed in one go: a chain of 3072 fp32 additions would lose two more bits than the blocked sums of
 // other libraries. The sums of bf16 pairs are half as many, and what they lose is far below the operands' own rounding;
@@ -77,8 +78,8 @@ FASTBERT_SIMD void tile_part(const Part& part, const RowTiles& tiles, int64_t in
       for (int64_t i = 0; i < fetches; ++i, next += 64) __builtin_prefetch(next, 0, 2);
       for (int64_t step = 0; step == 0 || step < part.steps; step += kGemmChain<Dot>) {
         const int64_t count = std::min(part.steps - step, kGemmChain<Dot>);
-        tile_rows<Dot>(tiles.size(index), x + step * kRowStep<Dot>, part.x_stride, 4,
-                       part.panel + step * kStepBytes + c * 4, count, kColumns, accumulate || step > 0, sums + c * 4);
+        tile_rows<Dot>(tiles.size(index), x + step * 4, part.x_stride, 4, part.panel + step * kStepBytes + c * 4, count,
+                       kColumns, accumulate || step > 0, sums + c * 4);
       }
     }
     return;
@@ -133,6 +134,7 @@ const char* panel_of(const PackedWeight& weight, int64_t p) {
 struct Work {
   const GemmTarget& target;
   Rows x;
+  StepsOfRows steps;  // x, where a panel was split
   const Rows* addends;
   Channels channels;
   Pair pair;
@@ -157,12 +159,15 @@ void gemm_panels(const GemmArgs& args, const Work& work, int64_t row_begin, int6
       const Rows& rows = product == 0 ? work.x : work.addends[product - 1];
       const int64_t steps = panel_bytes(weight.format, weight.in_features) / kStepBytes;
       const char* const panel_begin = panel_of(weight, p);
-      for (int64_t step = 0; step == 0 || step < steps; step += kSteps) {
-        const bool first = product == 0 && step == 0;
+      bool first = product == 0;
+      if constexpr (kIsSplit<Dot>) {
+        first = !residual_sums<Dot>(work.steps, block_rows, weight.residuals, p * kPanel, sums);
+      }
+      for (int64_t step = 0; step == 0 || step < steps; step += kSteps, first = false) {
         const bool last = product == target.num_addends && step + kSteps >= steps;
         const int64_t count = std::min(kSteps, steps - step);
         const char* panel = panel_begin + step * kStepBytes;
-        const Part part{rows.data + step * kRowStep<Dot>, rows.stride, panel, count,
+        const Part part{rows.data + step * 4, rows.stride, panel, count,
                         last && p + 1 == end && next != nullptr ? next : panel + count * kStepBytes};
         for (int64_t i = 0; i < tiles.count; ++i) {
           const int64_t row = tiles.begin(i);
@@ -207,21 +212,6 @@ void convert_rows(const RowsArg& x, int64_t begin, int64_t end, const PackedWeig
                              : convert_typed<BFloat16>(x, begin, end, weight, out, scales);
 }
 
-// Rows in bytes as the tiles read them, where these are wider.
-template <typename Wide>
-Rows widened(const Rows& x, int64_t rows, const PackedWeight& weight, [[maybe_unused]] Scratch& memory) {
-  if constexpr (Wide::kIsUsed) {
-    if (weight.format != DType::kInt8) return x;
-    const int64_t count = row_bytes(weight.format, weight.in_features);
-    char* out = memory.get(rows * 2 * count);
-    for (int64_t r = 0; r < rows; ++r) {
-      Wide::widen(reinterpret_cast<const uint8_t*>(x.data + r * x.stride), count, out + r * 2 * count);
-    }
-    return {out, 2 * count, x.scale};
-  }
-  return x;
-}
-
 // Of the panels [begin, end) of a target, in memory that is written anew.
 Channels channels_of(const GemmTarget& target, int64_t begin, int64_t end, std::vector<float>& memory) {
   const int64_t first_column = begin * kPanel, columns = (end - begin) * kPanel;
@@ -254,11 +244,12 @@ void run_pairs(const GemmArgs& args, const Work& gate, const Work& up, int64_t r
 
 void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
   static thread_local Prepared prepared, prepared_gate;
-  static thread_local Scratch sums, gates, wide, wide_gate;
+  static thread_local Scratch sums, gates, steps_memory, gate_steps_memory;
   static thread_local std::deque<Prepared> prepared_addends;
   static thread_local std::vector<float> channels, gate_channels;
   const int64_t rows = row_end - row_begin;
   Rows x{nullptr, 0, nullptr};
+  StepsOfRows steps{nullptr, 0};
   const PackedWeight* last = nullptr;  // the weight that x was prepared for
   int64_t first = 0;
   for (int64_t t = 0; t < args.num_targets; ++t) {
@@ -270,7 +261,10 @@ void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t pane
     if (begin >= end) continue;
     const char* next = first >= panel_end ? args.next : nullptr;
     if (last == nullptr || !takes_same_rows(*last, weight)) {
-      x = widened<WideBytes>(prepared.prepare(args.x, row_begin, rows, weight), rows, weight, wide);
+      x = prepared.prepare(args.x, row_begin, rows, weight);
+      if (weight.residuals.begin != nullptr) {
+        steps = StepsOfRows::of(x, rows, row_bytes(weight.format, weight.in_features) / 4, steps_memory);
+      }
       last = &weight;
     }
     std::vector<Rows> addends;
@@ -279,17 +273,22 @@ void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t pane
       const GemmAddend& addend = target.addends[i];
       addends.push_back(prepared_addends[i].prepare(addend.x, row_begin, rows, addend.weight));
     }
-    Work work{target, x, addends.data(), channels_of(target, begin, end, channels), Pair::kNone, nullptr};
+    Work work{target, x, steps, addends.data(), channels_of(target, begin, end, channels), Pair::kNone, nullptr};
     if (target.gate == nullptr) {
       run_panels(args, work, row_begin, row_end, begin, end, next, sums);
       continue;
     }
     work.pair = Pair::kUp;
     work.gate = reinterpret_cast<float*>(gates.get(rows * kStepBytes));
-    Work gate{*target.gate, x, nullptr, channels_of(*target.gate, begin, end, gate_channels), Pair::kGate, work.gate};
+    Work gate{*target.gate, x,        steps, nullptr, channels_of(*target.gate, begin, end, gate_channels),
+              Pair::kGate,  work.gate};
     if (!takes_same_rows(weight, gate.target.weight)) {
       const PackedWeight& of_gate = gate.target.weight;
-      gate.x = widened<WideBytes>(prepared_gate.prepare(args.x, row_begin, rows, of_gate), rows, of_gate, wide_gate);
+      gate.x = prepared_gate.prepare(args.x, row_begin, rows, of_gate);
+      if (of_gate.residuals.begin != nullptr) {
+        gate.steps =
+            StepsOfRows::of(gate.x, rows, row_bytes(of_gate.format, of_gate.in_features) / 4, gate_steps_memory);
+      }
     }
     run_pairs(args, gate, work, row_begin, row_end, begin, end, next, sums);
   }

@@ -19,6 +19,7 @@ struct MaxSimFwd {
   const int32_t* offsets;       // int8 panels: of each column, what the rows' offset of 128 adds to its sums
   const float* query_scales;    // int8 panels: of each token, in the queries' own order
   const int32_t* cu_seqlens_q;  // (queries + 1,)
+  Residuals residuals;          // int8 panels
   RowsArg documents;            // (tokens, width); int8 rows have a scale each, and go with int8 panels
   const int32_t* cu_seqlens_d;
 };

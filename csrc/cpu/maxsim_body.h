@@ -5,6 +5,7 @@
 // and no vector is added up across its lanes.
 #include "../include/gemm_tile.h"
 #include "convert_body.h"
+#include "residuals_body.h"
 
 constexpr int64_t kMaxSimRows = 96;  // of a block: 24 KB of sums
 
@@ -27,37 +28,38 @@ struct Ahead {
   }
 };
 
-// sums (rows, kPanel) = rows of x times `columns` of the panel. int8 sums are exact whole numbers.
+// sums (rows, kPanel) = rows of x times `columns` of the panel, added to what is there if `accumulate`. int8 sums are
+// exact whole numbers.
 template <typename Dot>
 void maxsim_product(int64_t rows, const Rows& x, const char* panel, int64_t steps, int64_t columns, Ahead ahead,
-                    char* sums) {
+                    bool accumulate, char* sums) {
   int64_t whole = 0;
   if constexpr (kUsesAmx<Dot>) {
     whole = steps / kAmxSteps * kAmxSteps;
     if (whole > 0) {
       ahead.fetch(1, 1);
       AmxTiles amx;
-      amx.product<Dot>(rows, x.data, x.stride, panel, whole, columns, false, sums);
+      amx.product<Dot>(rows, x.data, x.stride, panel, whole, columns, accumulate, sums);
     }
     if (whole == steps) return;
   }
   for (int64_t row = 0; row < rows;) {
     int64_t height = std::min<int64_t>(kTileRows, rows - row);
     // A query of 32 tokens fills half a panel: twice the rows then, where a tile has the panel's width.
-    constexpr bool kHasNarrow = kTileVectors * kWidth == kPanel && !kIsWide<Dot>;
+    constexpr bool kHasNarrow = kTileVectors * kWidth == kPanel;
     const bool narrow = kHasNarrow && columns <= kPanel / 2 && rows - row >= 2 * kTileRows;
     if (narrow) height = 2 * kTileRows;
     if (whole == 0) ahead.fetch(height, rows);
     for (int64_t step = whole; step == whole || step < steps; step += kMaxSimChain<Dot>) {
       const int64_t count = std::min(steps - step, kMaxSimChain<Dot>);
-      const char *from = x.data + row * x.stride + step * kRowStep<Dot>, *of_panel = panel + step * kStepBytes;
+      const char *from = x.data + row * x.stride + step * 4, *of_panel = panel + step * kStepBytes;
       char* to = sums + row * kStepBytes;
       if (narrow) {
         if constexpr (kHasNarrow) {
-          tile<Dot, 2 * kTileRows, kTileVectors / 2>(from, x.stride, 4, of_panel, count, step > 0, to);
+          tile<Dot, 2 * kTileRows, kTileVectors / 2>(from, x.stride, 4, of_panel, count, accumulate || step > 0, to);
         }
       } else {
-        tile_rows<Dot>(height, from, x.stride, 4, of_panel, count, columns, step > 0, to);
+        tile_rows<Dot>(height, from, x.stride, 4, of_panel, count, columns, accumulate || step > 0, to);
       }
     }
     row += height;
@@ -100,22 +102,8 @@ void take_largest(const char* sums, int64_t rows, const float* scales, const int
   }
 }
 
-// Rows of bytes as the tiles read them, where these are wider.
-template <typename Wide>
-Rows maxsim_widened(const Rows& x, int64_t rows, [[maybe_unused]] Scratch& memory) {
-  if constexpr (Wide::kIsUsed) {
-    char* out = memory.get(rows * 2 * x.stride);
-    for (int64_t r = 0; r < rows; ++r) {
-      Wide::widen(reinterpret_cast<const uint8_t*>(x.data + r * x.stride), x.stride, out + r * 2 * x.stride);
-    }
-    return {out, 2 * x.stride, x.scale};
-  }
-  return x;
-}
-
 // Rows [row, row + count) of the documents as the product takes them: bytes with an offset of 128.
-Rows maxsim_rows(const MaxSimFwd& args, int64_t row, int64_t count, Prepared& prepared,
-                 [[maybe_unused]] Scratch& wide) {
+Rows maxsim_rows(const MaxSimFwd& args, int64_t row, int64_t count, Prepared& prepared) {
   const RowsArg& x = args.documents;
   if (x.dtype != DType::kInt8) {
     PackedWeight weight{};
@@ -132,7 +120,7 @@ Rows maxsim_rows(const MaxSimFwd& args, int64_t row, int64_t count, Prepared& pr
 #pragma omp simd
     for (int64_t i = 0; i < args.width; ++i) to[i] = static_cast<uint8_t>(from[i] ^ 0x80);
   }
-  return maxsim_widened<WideBytes>({reinterpret_cast<const char*>(out), stride, x.scales + row}, count, wide);
+  return {reinterpret_cast<const char*>(out), stride, x.scales + row};
 }
 
 // Where the queries' columns are, by panels.
@@ -151,7 +139,7 @@ template <typename Dot, bool kWinners>
 void maxsim_typed(const MaxSimFwd& args, int64_t document_begin, int64_t document_end, int64_t query_begin,
                   int64_t query_end, float* scores, int64_t score_stride, int32_t* winners, int64_t winner_stride) {
   static thread_local Prepared prepared;
-  static thread_local Scratch sums_memory, best_memory, wide;
+  static thread_local Scratch sums_memory, best_memory, steps_memory;
   constexpr bool kInt8 = std::is_same_v<Dot, Int8Dot>;
   const int32_t* cu = args.cu_seqlens_d;
   const Columns columns = Columns::of(args, query_begin, query_end);
@@ -171,7 +159,9 @@ void maxsim_typed(const MaxSimFwd& args, int64_t document_begin, int64_t documen
     }
     for (int64_t row = cu[first]; row < cu[last]; row += kMaxSimRows) {
       const int64_t rows = std::min<int64_t>(kMaxSimRows, cu[last] - row);
-      const Rows x = maxsim_rows(args, row, rows, prepared, wide);
+      const Rows x = maxsim_rows(args, row, rows, prepared);
+      [[maybe_unused]] StepsOfRows steps_of_rows{nullptr, 0};
+      if constexpr (kIsSplit<Dot>) steps_of_rows = StepsOfRows::of(x, rows, steps, steps_memory);
       // A block passes in the time in which memory gives the next one: 1.2 times as fast (AVX2, Zen 3).
       const int64_t row_size = args.documents.stride * element_size(args.documents.dtype);
       const int64_t left = std::min<int64_t>(rows, cu[document_end] - (row + rows));
@@ -179,7 +169,11 @@ void maxsim_typed(const MaxSimFwd& args, int64_t document_begin, int64_t documen
       for (int64_t c = 0; c < columns.count; c += kPanel) {
         const int64_t width = std::min(kPanel, columns.end - c);
         const char* panel = args.panels + (columns.first_panel + c / kPanel) * panel_size;
-        maxsim_product<Dot>(rows, x, panel, steps, width, c == 0 ? ahead : Ahead{nullptr, 0}, sums);
+        bool accumulate = false;
+        if constexpr (kIsSplit<Dot>) {
+          accumulate = residual_sums<Dot>(steps_of_rows, rows, args.residuals, columns.first_panel * kPanel + c, sums);
+        }
+        maxsim_product<Dot>(rows, x, panel, steps, width, c == 0 ? ahead : Ahead{nullptr, 0}, accumulate, sums);
         for (int64_t d = 0; d < documents; ++d) {
           const int64_t begin = std::max<int64_t>(row, cu[first + d]);
           const int64_t end = std::min<int64_t>(row + rows, cu[first + d + 1]);

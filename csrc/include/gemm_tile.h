@@ -40,17 +40,19 @@ struct BFloat16Dot {
 struct Int8Dot {
   using Sum = Ints;
   static FASTBERT_SIMD Sum zero() { return set1(0); }
-  template <typename T>  // not to be looked up where bytes are widened
+  template <typename T>  // a vector, or where it lies
   static FASTBERT_SIMD Sum add_product(Sum c, const char* a, T b) {
     return dot_bytes(c, a, b);
   }
+  template <typename T>
+  static FASTBERT_SIMD Sum add_pairs(Sum c, T a, T b) {
+    return dot_of_pairs(c, a, b);
+  }
 };
 
-// Whether rows of bytes are widened to 16 bits before products, and how far apart a row's steps are.
+// Whether int8 panels are split, and read from memory by the multiplication itself: a third register is needed.
 template <typename Dot>
-constexpr bool kIsWide = WideBytes::kIsUsed && std::is_same_v<Dot, Int8Dot>;
-template <typename Dot>
-constexpr int64_t kRowStep = kIsWide<Dot> ? 8 : 4;
+constexpr bool kIsSplit = kSplitsBytes && std::is_same_v<Dot, Int8Dot>;
 
 // sums (kRows, kPanel), four bytes each: rows of `a` times kVectors vectors of the panel, from `steps` steps; added to
 // what is there if `accumulate`. Strides are in bytes: a matrix as it lies has steps 4 apart, a packed panel serves as
@@ -68,13 +70,18 @@ FASTBERT_SIMD void tile(const char* a, int64_t row_stride, int64_t step_stride, 
   for (int64_t step = 0; step < steps; ++step) {
     for (int line = 0; line < kFetch; ++line) __builtin_prefetch(fetch + (step * kFetch + line) * 64, 0, 2);
     if constexpr (kVectors * kWidth < kPanel) __builtin_prefetch(panel + (step + kStepsAhead) * kStepBytes, 0, 3);
+    const char* of_step = panel + step * kStepBytes;
     Ints b[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      b[v] = load(reinterpret_cast<const int32_t*>(panel + step * kStepBytes) + v * kWidth);
-    }
+    for (int v = 0; v < kVectors; ++v) b[v] = load(reinterpret_cast<const int32_t*>(of_step) + v * kWidth);
     for (int r = 0; r < kRows; ++r) {
       const char* x = a + r * row_stride + step * step_stride;
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = Dot::add_product(sum[r][v], x, b[v]);
+      for (int v = 0; v < kVectors; ++v) {
+        if constexpr (kIsSplit<Dot>) {
+          sum[r][v] = Dot::add_product(sum[r][v], x, of_step + v * kWidth * 4);
+        } else {
+          sum[r][v] = Dot::add_product(sum[r][v], x, b[v]);
+        }
+      }
     }
   }
   for (int r = 0; r < kRows; ++r) {
@@ -82,32 +89,6 @@ FASTBERT_SIMD void tile(const char* a, int64_t row_stride, int64_t step_stride, 
       auto* to = reinterpret_cast<int32_t*>(sums + r * kSumBytes) + v * kWidth;
       if (accumulate) sum[r][v] = add((Sum)load(to), sum[r][v]);
       store(to, (Ints)sum[r][v]);
-    }
-  }
-}
-
-// The same where rows are wide, of as many columns as a tile has.
-template <typename Wide, int kRows>
-FASTBERT_SIMD void wide_tile(const char* a, int64_t row_stride, const char* panel, int64_t steps, bool accumulate,
-                             char* sums) {
-  constexpr int64_t kBytes = Wide::kColumns * 4;
-  for (int64_t at = 0; at < kTileVectors * kWidth * 4; at += 2 * kBytes) {
-    Ints sum[kRows][2];
-    for (int r = 0; r < kRows; ++r) sum[r][0] = sum[r][1] = set1(0);
-    for (int64_t step = 0; step < steps; ++step) {
-      const char* of_step = panel + step * kStepBytes + at;
-      __builtin_prefetch(of_step + kStepsAhead * kStepBytes, 0, 3);
-      const Ints low = Wide::columns(of_step), high = Wide::columns(of_step + kBytes);
-      for (int r = 0; r < kRows; ++r) {
-        const Ints x = Wide::row(a + r * row_stride + step * kRowStep<Int8Dot>);
-        sum[r][0] = Wide::add_product(sum[r][0], x, low);
-        sum[r][1] = Wide::add_product(sum[r][1], x, high);
-      }
-    }
-    for (int r = 0; r < kRows; ++r) {
-      auto* to = reinterpret_cast<int32_t*>(sums + r * kStepBytes + at);
-      const Ints joined = Wide::join(sum[r][0], sum[r][1]);
-      store(to, accumulate ? add(load(to), joined) : joined);
     }
   }
 }
@@ -133,12 +114,8 @@ void tile_row(const char* a, int64_t row_stride, int64_t step_stride, const char
     }
   }
   for (int64_t c = 0; c < columns; c += kColumns) {
-    if constexpr (kIsWide<Dot>) {
-      wide_tile<WideBytes, kRows>(a, row_stride, panel + c * 4, steps, accumulate, sums + c * 4);
-    } else {
-      tile<Dot, kRows, kTileVectors, 0, kSumBytes>(a, row_stride, step_stride, panel + c * 4, steps, accumulate,
-                                                   sums + c * 4);
-    }
+    tile<Dot, kRows, kTileVectors, 0, kSumBytes>(a, row_stride, step_stride, panel + c * 4, steps, accumulate,
+                                                 sums + c * 4);
   }
 }
 

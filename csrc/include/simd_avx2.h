@@ -6,6 +6,7 @@ typedef uint64_t Longs __attribute__((vector_size(32)));
 constexpr int64_t kWidth = 8;
 constexpr int64_t kTileVectors = 2;  // of a tile's width: 6 x 2 sums, 2 operands and a broadcast fit 16 registers
 constexpr bool kHasBf16 = false;
+constexpr bool kSplitsBytes = true;  // int8 panels (gemm.h)
 
 FASTBERT_SIMD Floats set1(float x) { return _mm256_set1_ps(x); }
 FASTBERT_SIMD Ints set1(int32_t x) { return _mm256_set1_epi32(x); }
@@ -78,41 +79,22 @@ FASTBERT_SIMD void store_bytes(uint8_t* p, Ints x) {
   const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
 }
-// Products of bytes, widened to 16 bits: a multiplication takes 16 of them, and no sum of two can overflow. Rows were
-// widened before (gemm_body.h); four numbers of a row meet four of each of four columns, in two sums a column.
-struct WideBytes {
-  static constexpr bool kIsUsed = true;
-  static constexpr int64_t kColumns = 4;  // of a vector
-  // Of a row, in every place; of four columns.
-  static FASTBERT_SIMD Ints row(const char* x) {
-    long long four;
-    __builtin_memcpy(&four, x, 8);
-    return _mm256_set1_epi64x(four);
-  }
-  static FASTBERT_SIMD Ints columns(const char* p) {
-    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  }
-  static FASTBERT_SIMD Ints add_product(Ints sum, Ints a, Ints b) {
-    Ints product;  // by hand: gcc 12 moves the multiplications of a tile together, for which there are no registers
-    __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(a), "x"(b));
-    return sum;
-  }
-  // The sums of eight columns: hadd brings the lanes out in the order 0 1 4 5 | 2 3 6 7.
-  static FASTBERT_SIMD Ints join(Ints low, Ints high) {
-    return _mm256_permute4x64_epi64(_mm256_hadd_epi32(low, high), 0xd8);
-  }
-  static FASTBERT_SIMD void widen(const uint8_t* x, int64_t count, char* out) {
-    int64_t i = 0;
-    for (; i + 16 <= count; i += 16) {
-      const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i)));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i * 2), wide);
-    }
-    for (; i < count; ++i) {
-      const int16_t wide = x[i];
-      __builtin_memcpy(out + i * 2, &wide, 2);
-    }
-  }
-};
+// c + a * b with four unsigned bytes of each lane of a, and four signed ones of b. Products of two are added in 16
+// bits: no two weights of one sign may be larger than 128 together (gemm.h).
+FASTBERT_SIMD Ints dot_of_pairs(Ints c, Ints a, Ints b) {
+  return _mm256_add_epi32(c, _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1)));
+}
+// The same with four bytes of `a` in every lane, and b in memory. By hand: gcc 12 moves a tile's multiplications
+// together, for which there are no registers.
+FASTBERT_SIMD Ints dot_bytes(Ints c, const void* a, const void* b) {
+  int32_t four;
+  __builtin_memcpy(&four, a, 4);
+  Ints sum;
+  __asm__("vpmaddubsw %3, %2, %1\n\tvpmaddwd %4, %1, %1\n\tvpaddd %1, %0, %0"
+          : "+x"(c), "=&x"(sum)
+          : "x"(set1(four)), "m"(*static_cast<const __m256i_u*>(b)), "x"(_mm256_set1_epi16(1)));
+  return c;
+}
 // a0 b0 a1 b1 ..., of the low and of the high halves.
 FASTBERT_SIMD Ints interleave_low(Ints a, Ints b) {
   return _mm256_permute2x128_si256(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b), 0x20);

@@ -6,9 +6,7 @@ using Ints = __m512i;
 typedef uint64_t Longs __attribute__((vector_size(64)));
 constexpr int64_t kWidth = 16;
 constexpr int64_t kTileVectors = 4;  // of a tile's width: 6 x 4 sums, 4 operands and a broadcast fit 32 registers
-struct WideBytes {
-  static constexpr bool kIsUsed = false;
-};
+constexpr bool kSplitsBytes = false;
 #if defined(FASTBERT_BF16)
 constexpr bool kHasBf16 = true;
 #else
@@ -95,7 +93,7 @@ FASTBERT_SIMD Ints dot_bytes(Ints c, const void* a, Ints b) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(c) : "v"(x), "v"(b));
   return c;
 #else
-  // As in simd_avx2.h, on halves.
+  // Widened to 16 bits, on halves.
   const __m512i x = _mm512_cvtepu8_epi16(_mm256_set1_epi32(four));
   const __m512i low = _mm512_madd_epi16(x, _mm512_cvtepi8_epi16(_mm512_castsi512_si256(b)));
   const __m512i high = _mm512_madd_epi16(x, _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(b, 1)));

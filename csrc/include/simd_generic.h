@@ -6,9 +6,7 @@ typedef uint64_t Longs __attribute__((vector_size(16)));
 constexpr int64_t kWidth = 4;
 constexpr int64_t kTileVectors = 2;  // of a tile's width: 6 x 2 sums, 2 operands and a broadcast fit 16 registers
 constexpr bool kHasBf16 = false;
-struct WideBytes {
-  static constexpr bool kIsUsed = false;
-};
+constexpr bool kSplitsBytes = false;
 
 FASTBERT_SIMD Floats set1(float x) { return Floats{x, x, x, x}; }
 FASTBERT_SIMD Ints set1(int32_t x) { return Ints{x, x, x, x}; }

@@ -16,6 +16,8 @@ constexpr int64_t kProductsOfTask = 1 << 21;  // multiplications that a thread i
 // The queries' tokens in panels: side by side where all are scored together, else each query in panels of its own.
 struct PackedQueries {
   Array memory, row_offsets;
+  std::vector<int32_t> begins;  // of the residuals of each column, where panels are split
+  std::vector<Residual> values;
   std::vector<int64_t> columns;
   DType format;
 
@@ -30,11 +32,13 @@ struct PackedQueries {
     if (!apart) panels = num_panels(offsets[count]);
     memory = empty({panels * size}, ScalarType::Char);
     if (format == DType::kInt8) row_offsets = empty({panels * kPanel}, ScalarType::Int);
+    if (format == DType::kInt8 && splits_bytes()) begins.resize(static_cast<size_t>(panels * kPanel + 1));
     if (!apart) pack(queries, 0, offsets[count], 0);
     for (int64_t q = 0; apart && q < count; ++q) pack(queries, offsets[q], offsets[q + 1], columns[q] / kPanel);
   }
 
   const char* panels() const { return memory.data<const char>(); }
+  Residuals residuals() const { return begins.empty() ? Residuals{} : Residuals{begins.data(), values.data()}; }
 
  private:
   void pack(const Array& queries, int64_t begin, int64_t end, int64_t first_panel) {
@@ -50,6 +54,14 @@ struct PackedQueries {
     args.packed = memory.data<char>() + first_panel * panel_bytes(format, width);
     if (row_offsets.defined()) args.channel_offset = row_offsets.data<int32_t>() + first_panel * kPanel;
     pack_panels(args, 0, num_panels(end - begin));
+    if (begins.empty()) return;
+    const size_t first = values.size();
+    int32_t* of_these = begins.data() + first_panel * kPanel;
+    count_residuals(args, of_these);
+    for (int64_t c = 0; c <= num_panels(end - begin) * kPanel; ++c) of_these[c] += static_cast<int32_t>(first);
+    values.resize(static_cast<size_t>(of_these[num_panels(end - begin) * kPanel]));
+    split_panels(args.packed, panel_bytes(format, width) / (kPanel * 4), 0, num_panels(end - begin), of_these,
+                 values.data());
   }
 };
 
@@ -110,7 +122,8 @@ std::tuple<Array, Array> maxsim_fwd_cpu(const Array& queries_, const Array& cu_s
   const int32_t* offsets = is_int8 ? packed.row_offsets.data<const int32_t>() : nullptr;
   const float* of_queries = is_int8 ? query_scales.data<const float>() : nullptr;
   const RowsArg rows{documents.data(), dtype, width, is_int8 ? scales.data<const float>() : nullptr};
-  const MaxSimFwd args{packed.panels(), format, width, packed.columns.data(), offsets, of_queries, cu_q, rows, cu_d};
+  const MaxSimFwd args{packed.panels(),    format, width, packed.columns.data(), offsets, of_queries, cu_q,
+                       packed.residuals(), rows,   cu_d};
   if (apart) {
     const std::vector<int64_t> begin = winner_offsets(pairs, cu_q);
     const Array scores = empty({pairs.count}, ScalarType::Float),

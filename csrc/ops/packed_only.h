@@ -24,6 +24,7 @@ struct PackedOnly {
   DType format;
   const char* panels;
   const int32_t* channel_offset;  // int8 only
+  Residuals residuals;
 };
 
 // Of such a view, whole or of one of the parts; none of others. Raises kPackedOnly for a view

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "register.h"
+#include "residuals.h"
 #include "storages.h"
 #include "weight_lines.h"
 
@@ -90,6 +91,9 @@ void pack(const Array& weight, DType format, PackedMemory& packed) {
     args.channel_offset = reinterpret_cast<int32_t*>(packed.channel_offsets->data());
   }
   parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) { pack_panels(args, begin, end); });
+  const std::vector<int32_t> begins = residual_begins(args);
+  packed.residuals = begins.empty() ? nullptr : lasting_block(residual_bytes(begins));
+  if (packed.residuals != nullptr) split_panels_into(packed.residuals->data(), args, begins);
 }
 
 // A packed weight in units of kCheckSteps of a panel, panel by panel.
@@ -98,7 +102,7 @@ int64_t units_of_panel(const Array& weight, DType format) {
 }
 
 // Whether the units [begin, end) are what the weight would be packed to now. Bytes are compared, not numbers: a NaN is
-// itself. int8's channel offsets follow from the panels.
+// itself. int8's channel offsets and residuals follow from the weight.
 bool is_packed_as(const Array& weight, DType format, const PackedMemory& packed, int64_t begin, int64_t end) {
   if (begin == end) return true;
   const PackArgs whole = pack_args(weight, format);
@@ -115,8 +119,9 @@ bool is_packed_as(const Array& weight, DType format, const PackedMemory& packed,
     args.in_features = std::min(features, whole.in_features - first * features);
     args.packed = unit;
     pack_panels(args, 0, 1);
-    const size_t count = static_cast<size_t>(panel_bytes(format, args.in_features));
-    if (std::memcmp(unit, panels + panel * bytes + first * kUnitBytes, count) != 0) return false;
+    const int64_t count = panel_bytes(format, args.in_features);
+    if (packed.residuals != nullptr) split_panels(unit, count / (kPanel * 4), 0, 1, nullptr, nullptr);
+    if (std::memcmp(unit, panels + panel * bytes + first * kUnitBytes, static_cast<size_t>(count)) != 0) return false;
   }
   return true;
 }
@@ -197,6 +202,8 @@ std::optional<Lookup> find_or_pack(const Request& asked, bool is_watched) {
     set_sample();
   }
   Copy& copy = known->copies[packing];
+  // For another instruction set, which tests change to.
+  copy.is_old |= asked.packing.format == DType::kInt8 && (copy.packed.residuals != nullptr) != splits_bytes();
   // A copy is kept where more calls are likely to ask for it: not where an optimizer writes the weight behind each call
   // with it, nor of what is multiplied once. fastbert.ops.adamw renews those that are there.
   const bool asked_again = copy.is_old && copy.is_asked;
@@ -437,6 +444,7 @@ int64_t packed_bytes() {
       for (const auto& copy : known.copies) {
         if (copy.packed.panels != nullptr) bytes += copy.packed.panels->bytes();
         if (copy.packed.channel_offsets != nullptr) bytes += copy.packed.channel_offsets->bytes();
+        if (copy.packed.residuals != nullptr) bytes += copy.packed.residuals->bytes();
       }
     }
   }

@@ -26,6 +26,7 @@ PackArgs pack_args(const Array& weight, DType format);
 struct PackedMemory {
   std::shared_ptr<Block> panels;
   std::shared_ptr<Block> channel_offsets;  // int32, int8 weights only
+  std::shared_ptr<Block> residuals;        // of int8 panels that were split (residuals.h)
 };
 
 // Calls with a weight within which all of its packed copy is compared with it once, a share at each call, so that a

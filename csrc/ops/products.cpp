@@ -5,6 +5,7 @@
 
 #include "gradients.h"
 #include "packed_only.h"
+#include "residuals.h"
 #include "tensors.h"
 #include "workspace.h"
 
@@ -188,6 +189,7 @@ Operand::Operand(const LinearOperand& linear, int64_t rows, int64_t in_features,
     check(only->format == format, kPackedOnly);
     target.weight.packed = only->panels;
     target.weight.channel_offset = only->channel_offset;
+    target.weight.residuals = only->residuals;
     return;
   }
   if (!is_int8 && packs_on_its_way(rows, linear.comparison) && has_whole_lines(weight)) {
@@ -206,6 +208,7 @@ Operand::Operand(const LinearOperand& linear, int64_t rows, int64_t in_features,
   packed = std::move(*kept);
   target.weight.packed = packed.panels->data();
   if (is_int8) target.weight.channel_offset = reinterpret_cast<const int32_t*>(packed.channel_offsets->data());
+  if (packed.residuals != nullptr) target.weight.residuals = residuals_in(packed.residuals->data(), out_features);
 }
 
 void Operand::write_to(const Array& out, const Array& pre, Activation activation) {

@@ -12,9 +12,13 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.layers.quantized import QuantizedLinear
+from fastbert.native.availability import extension_error
 from fastbert.testing import reference
 from fastbert.testing.cases import DTYPES
 from fastbert.testing.numerics import assert_close_to_reference
+
+if extension_error() is None:
+    from fastbert import _C
 
 # (rows, in_features, out_features): nothing, one row, sizes off the four bytes of a step and off vectors and panels.
 SHAPES = ((0, 64, 64), (1, 64, 64), (1, 1, 1), (5, 3, 17), (7, 130, 63), (13, 97, 65), (6, 384, 100), (3, 3072, 16))
@@ -66,6 +70,40 @@ def test_linears_against_oracle(backend, dtype, input_scale):
                 check(out, x, *operands, name, f"{rows} x {k} x {n} {name}")
                 alone = {"weight_scale": scales[i], "input_scale": torch.tensor(input_scale), "activation": name}
                 assert torch.equal(out, ops.linear(x, weights[i], biases[i], backend=backend, **alone))
+
+
+def extreme_weights(out_features, in_features):
+    """Those of which two products have more than 16 bits, everywhere and here and there, at both ends."""
+    low, high = torch.full((out_features, in_features), -128), torch.full((out_features, in_features), 127)
+    mixed = torch.where(torch.rand(out_features, in_features) < 0.5, low, high)
+    alternating = torch.where(torch.arange(in_features) % 4 < 2, low, high)
+    few = torch.where(torch.rand(out_features, in_features) < 0.05, mixed, torch.randint(-9, 10, low.shape))
+    return [weight.to(torch.int8) for weight in (low, high, mixed, alternating, few)]
+
+
+@pytest.mark.parametrize("rows", (1, 7, 8, 9, 33, 65, 200))
+def test_sums_are_exact_whatever_the_numbers(backend, rows):
+    for in_features, out_features in ((1, 1), (2, 70), (3, 64), (67, 9), (130, 129)):
+        signs = torch.randint(0, 2, (rows, in_features)) * 2 - 1
+        for x in (signs * 127, torch.full_like(signs, 127), signs * torch.randint(0, 128, signs.shape)):
+            for weight in extreme_weights(out_features, in_features):
+                options = {"weight_scale": torch.ones(out_features), "input_scale": torch.tensor(1.0)}
+                out = ops.linear(x.float(), weight, None, backend=backend, **options)
+                assert torch.equal(out, (x.double() @ weight.double().T).float()), (in_features, out_features)
+
+
+@pytest.mark.skipif(extension_error() is not None, reason=str(extension_error()))
+def test_a_weight_may_meet_another_instruction_set():
+    """Where its panels are packed in another way."""
+    weight, x = extreme_weights(70, 130)[2], torch.randint(-127, 128, (9, 130)).float()
+    options = {"weight_scale": torch.ones(70), "input_scale": torch.tensor(1.0), "backend": "cpu"}
+    results = []
+    for _ in range(2):
+        for isa in CPU_BACKENDS:
+            if isa.removeprefix("cpu-") in _C.isas():
+                with backend_with_isa(isa):
+                    results.append(ops.linear(x, weight, None, **options))
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
 @each_dtype

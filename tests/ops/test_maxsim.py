@@ -84,6 +84,20 @@ def test_int8_documents_and_the_queries_that_are_rounded_like_them(backend):
     torch.testing.assert_close(halves, exact, rtol=0.02, atol=0.04)
 
 
+@each_backend
+def test_int8_numbers_as_large_as_there_are(backend):
+    """Queries of plus and minus one, which become 127: two products of them have more than 16 bits."""
+    (queries, of_q), (documents, of_d) = packed((40, 1, 30), 67), packed((100, 3, 8, 9), 67, seed=1)
+    queries, numbers = queries.sign(), torch.where(documents > 0.5, 127, -128).to(torch.int8)
+    scales = torch.full((len(numbers),), 1 / 127)
+    oracle = reference.maxsim(queries.double(), of_q, numbers.double() / 127, of_d)
+    with backend_with_isa(backend) as name:
+        call = partial(ops.maxsim, queries, of_q, numbers, of_d, scales=scales, backend=name)
+        actual, pairs = call(), torch.tensor([[2, 0], [0, 3]])
+        assert torch.equal(call(pairs=pairs), actual[pairs[0], pairs[1]])
+    torch.testing.assert_close(actual.double(), oracle, rtol=1e-6, atol=1e-5)
+
+
 @pytest.mark.parametrize("width", (48, 96, 128, 1024))
 @pytest.mark.parametrize("backend", (*OF_FLOATS, "triton"))
 def test_widths_and_lengths(backend, width):
