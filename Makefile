@@ -121,18 +121,20 @@ test-full: $(VENV)/.installed-test  ## what make test leaves out: every architec
 	@FASTBERT_TEST_SEED=$${FASTBERT_TEST_SEED:-$$(($$(date +%s) % 4000 + 1))} $(BIN)/python -m pytest -n 2 --dist worksteal -m "full or simulated"
 
 # A build of its own with AddressSanitizer and UBSan, and the tests of every C++ kernel on it. What torch and Python leak
-# at exit is not ours, hence no leak detection; the first finding ends the run. AMX, which few machines have, is emulated.
+# at exit is not ours, hence no leak detection; the first finding ends the run. AMX and AVX-VNNI, which few machines have,
+# are emulated.
 SANITIZED := $(CURDIR)/build/sanitized
 SANITIZING = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$(SANITIZED)
 sanitize: $(VENV)/.installed-test  ## the C++ kernels' tests under AddressSanitizer and UBSan
 	@rm -rf $(SANITIZED) && mkdir -p build
 	@CXX=$(CURDIR)/tests/support/cxx_o1 CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer \
-		-DFASTBERT_AMX_EMULATION='\"$(CURDIR)/tests/support/amx_emulation.h\"'" \
+		-DFASTBERT_AMX_EMULATION='\"$(CURDIR)/tests/support/amx_emulation.h\"' \
+		-DFASTBERT_AVX_VNNI_EMULATION='\"$(CURDIR)/tests/support/avx_vnni_emulation.h\"'" \
 		$(BIN)/python setup.py -q build --build-base build/sanitized-base --build-lib $(SANITIZED) > build/sanitized.log 2>&1 \
 		|| (tail -n 40 build/sanitized.log; false)
 	@cd build && $(SANITIZING) $(abspath $(BIN))/python -c \
-		"import torch; from fastbert import _C; isas = _C.isas(); assert 'amx' in isas or 'avx512_bf16' not in isas, isas"
+		"import torch; from fastbert import _C; isas = _C.isas(); assert 'avx_vnni' in isas and ('amx' in isas or 'avx512_bf16' not in isas), isas"
 	@$(SANITIZING) OMP_NUM_THREADS=1 $(BIN)/pytest -q -s -p no:cacheprovider -o pythonpath="$(SANITIZED) tests/support" \
 		tests/ops/test_isa.py::test_make_sanitize_tests_its_own_build tests/ops/test_contract.py tests/ops/test_maxsim.py tests/ops/test_linear.py tests/ops/test_feed_forward.py tests/ops/test_attention.py \
 		tests/ops/test_layer_norm.py tests/ops/test_int8.py tests/ops/test_ops.py tests/models/test_training.py tests/ops/test_embedding.py \

@@ -60,19 +60,26 @@ STABLE_TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
 
 namespace {
 
-// In the order of fastbert::Isa: each machine can run a prefix of it.
-const std::vector<std::string> kIsaNames = {"generic", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"};
+// In the order of fastbert::Isa.
+const std::vector<std::string> kIsaNames = {"generic",     "avx2",        "avx_vnni", "avx512",
+                                            "avx512_vnni", "avx512_bf16", "amx"};
 
 std::string isa() { return kIsaNames[static_cast<size_t>(fastbert::current_isa().load())]; }
 
 std::vector<std::string> isas() {
-  return {kIsaNames.begin(), kIsaNames.begin() + static_cast<int>(fastbert::best_isa()) + 1};
+  std::vector<std::string> names;
+  for (size_t i = 0; i < kIsaNames.size(); ++i) {
+    if (fastbert::can_run(static_cast<fastbert::Isa>(i))) names.push_back(kIsaNames[i]);
+  }
+  return names;
 }
 
 void set_isa(const std::string& name) {
   std::string known;
-  for (size_t i = 0; i < isas().size(); ++i) {
-    if (kIsaNames[i] == name) return fastbert::current_isa().store(static_cast<fastbert::Isa>(i));
+  for (size_t i = 0; i < kIsaNames.size(); ++i) {
+    const auto isa = static_cast<fastbert::Isa>(i);
+    if (!fastbert::can_run(isa)) continue;
+    if (kIsaNames[i] == name) return fastbert::current_isa().store(isa);
     known += (i == 0 ? "" : ", ") + kIsaNames[i];
   }
   throw std::invalid_argument("this machine cannot run ISA '" + name + "'; it can run: " + known);

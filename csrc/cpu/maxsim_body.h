@@ -75,8 +75,11 @@ void take_largest(const char* sums, int64_t rows, const float* scales, const int
   constexpr int kVectors = 2;  // side by side, since each row waits for the one before
   for (int64_t c = 0; c < columns; c += kVectors * kWidth) {
     FloatLanes top[kVectors];
-    [[maybe_unused]] Lanes winner[kVectors];
-    for (int v = 0; v < kVectors; ++v) top[v] = (FloatLanes)load(best + c + v * kWidth);
+    [[maybe_unused]] Lanes winner[kVectors], is_nan[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      top[v] = (FloatLanes)load(best + c + v * kWidth);
+      is_nan[v] = top[v] != top[v];
+    }
     if constexpr (kWinners) {
       for (int v = 0; v < kVectors; ++v) winner[v] = (Lanes)load(winners + c + v * kWidth);
     }
@@ -88,13 +91,17 @@ void take_largest(const char* sums, int64_t rows, const float* scales, const int
           const auto* whole = reinterpret_cast<const int32_t*>(of_row) + v * kWidth;
           x = (FloatLanes)mul(to_floats(sub(load(whole), load(offsets + c + v * kWidth))), set1(scales[r]));
         }
-        const Lanes takes = (x > top[v]) | (x != x);
-        top[v] = (FloatLanes)(((Lanes)x & takes) | ((Lanes)top[v] & ~takes));
         if constexpr (kWinners) {
+          const Lanes takes = (x > top[v]) | (x != x);
+          top[v] = (FloatLanes)(((Lanes)x & takes) | ((Lanes)top[v] & ~takes));
           winner[v] = ((Lanes)set1(row + static_cast<int32_t>(r)) & takes) | (winner[v] & ~takes);
+        } else {
+          is_nan[v] |= x != x;
+          top[v] = (FloatLanes)max((Floats)top[v], (Floats)x);  // of a NaN and a number the hardware takes either
         }
       }
     }
+    for (int v = 0; v < kVectors && !kWinners; ++v) top[v] = (FloatLanes)((Lanes)top[v] | is_nan[v]);
     for (int v = 0; v < kVectors; ++v) store(best + c + v * kWidth, (Floats)top[v]);
     if constexpr (kWinners) {
       for (int v = 0; v < kVectors; ++v) store(winners + c + v * kWidth, (Ints)winner[v]);

@@ -48,6 +48,25 @@ namespace fastbert::avx2 {
 }  // namespace fastbert::avx2
 FASTBERT_TARGET_END
 
+// The same vectors, with dot products of bytes. Only for the bodies that multiply them: FASTBERT_USES_VNNI.
+#if defined(FASTBERT_USES_VNNI)
+FASTBERT_TARGET("avx2,fma")
+#define FASTBERT_AVX_VNNI
+namespace fastbert::avx_vnni {
+#include "simd_avx2.h"
+#include "simd_math.h"
+#include "simd_columns.h"
+#include "simd_dropout.h"
+#include FASTBERT_BODY
+}  // namespace fastbert::avx_vnni
+#undef FASTBERT_AVX_VNNI
+FASTBERT_TARGET_END
+#else
+namespace fastbert {
+namespace avx_vnni = avx2;
+}
+#endif
+
 FASTBERT_TARGET("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")
 namespace fastbert::avx512 {
 #include "simd_avx512.h"
@@ -58,7 +77,6 @@ namespace fastbert::avx512 {
 }  // namespace fastbert::avx512
 FASTBERT_TARGET_END
 
-// Only for the bodies that multiply 8-bit integers: FASTBERT_USES_VNNI.
 #define FASTBERT_VNNI
 #if defined(FASTBERT_USES_VNNI)
 FASTBERT_TARGET("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
@@ -118,6 +136,8 @@ namespace amx = avx512_bf16;
       return avx512_vnni::function(__VA_ARGS__);                       \
     case ::fastbert::Isa::kAvx512:                                     \
       return avx512::function(__VA_ARGS__);                            \
+    case ::fastbert::Isa::kAvxVnni:                                    \
+      return avx_vnni::function(__VA_ARGS__);                          \
     case ::fastbert::Isa::kAvx2:                                       \
       return avx2::function(__VA_ARGS__);                              \
     default:                                                           \

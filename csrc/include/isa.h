@@ -20,8 +20,8 @@
 
 namespace fastbert {
 
-// In the order of what a machine can run: each runs a prefix.
-enum class Isa { kGeneric, kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16, kAmx };
+// The best last. kAvxVnni has dot products of bytes in AVX2's vectors, as desktops without AVX-512 have them.
+enum class Isa { kGeneric, kAvx2, kAvxVnni, kAvx512, kAvx512Vnni, kAvx512Bf16, kAmx };
 
 #if defined(__x86_64__)
 // Whether the CPU multiplies tiles of bfloat16 and of int8, and Linux, which must be asked once, lets this process do
@@ -39,24 +39,50 @@ inline bool has_amx() {
   return false;
 #endif
 }
+
+inline bool has_avx_vnni() {
+#if defined(FASTBERT_AVX_VNNI_EMULATION)
+  return true;
+#else
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax & 1u << 4) != 0;
+#endif
+}
 #endif
 
-inline Isa best_isa() {
+inline bool can_run([[maybe_unused]] Isa isa) {
 #if defined(__x86_64__)
   // These tests include the operating system's: registers that it does not save count as missing.
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
-  const bool bf16 = avx2 && vnni && __builtin_cpu_supports("avx512bf16");
-  if (bf16 && has_amx()) return Isa::kAmx;
-  if (bf16) return Isa::kAvx512Bf16;
-  if (avx2 && vnni) return Isa::kAvx512Vnni;
-  if (avx2 && avx512) return Isa::kAvx512;
-  if (avx2) return Isa::kAvx2;
+  const bool bf16 = vnni && __builtin_cpu_supports("avx512bf16");
+  switch (isa) {
+    case Isa::kGeneric:
+      return true;
+    case Isa::kAvx2:
+      return avx2;
+    case Isa::kAvxVnni:
+      return avx2 && has_avx_vnni();
+    case Isa::kAvx512:
+      return avx512;
+    case Isa::kAvx512Vnni:
+      return vnni;
+    case Isa::kAvx512Bf16:
+      return bf16;
+    case Isa::kAmx:
+      return bf16 && has_amx();
+  }
 #endif
-  return Isa::kGeneric;
+  return isa == Isa::kGeneric;
+}
+
+inline Isa best_isa() {
+  Isa best = Isa::kAmx;
+  while (!can_run(best)) best = static_cast<Isa>(static_cast<int>(best) - 1);
+  return best;
 }
 
 inline std::atomic<Isa>& current_isa() {
@@ -82,7 +108,7 @@ inline std::atomic<Isa>& current_isa() {
   void name parameters {                                                                                 \
     const auto isa = ::fastbert::current_isa().load(std::memory_order_relaxed);                          \
     if (isa >= ::fastbert::Isa::kAvx512) return name##_avx512<T> arguments;                              \
-    if (isa == ::fastbert::Isa::kAvx2) return name##_avx2<T> arguments;                                  \
+    if (isa >= ::fastbert::Isa::kAvx2) return name##_avx2<T> arguments;                                  \
     name##_body<T> arguments;                                                                            \
   }
 #else

@@ -1,4 +1,5 @@
-// Vectors of eight: AVX2 with FMA. Included by foreach_isa.h.
+// Vectors of eight: AVX2 with FMA, and AVX-VNNI's dot products of bytes where the target has them. Included by
+// foreach_isa.h.
 
 using Floats = __m256;
 using Ints = __m256i;
@@ -6,7 +7,11 @@ typedef uint64_t Longs __attribute__((vector_size(32)));
 constexpr int64_t kWidth = 8;
 constexpr int64_t kTileVectors = 2;  // of a tile's width: 6 x 2 sums, 2 operands and a broadcast fit 16 registers
 constexpr bool kHasBf16 = false;
+#if defined(FASTBERT_AVX_VNNI)
+constexpr bool kSplitsBytes = false;
+#else
 constexpr bool kSplitsBytes = true;  // int8 panels (gemm.h)
+#endif
 
 FASTBERT_SIMD Floats set1(float x) { return _mm256_set1_ps(x); }
 FASTBERT_SIMD Ints set1(int32_t x) { return _mm256_set1_epi32(x); }
@@ -79,6 +84,24 @@ FASTBERT_SIMD void store_bytes(uint8_t* p, Ints x) {
   const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
 }
+#if defined(FASTBERT_AVX_VNNI)
+#if defined(FASTBERT_AVX_VNNI_EMULATION)
+#include FASTBERT_AVX_VNNI_EMULATION
+#endif
+// c + a * b with four unsigned bytes of `a` and four signed ones of each lane of b. By hand, as in simd_avx512.h; VEX
+// is AVX-VNNI's encoding.
+FASTBERT_SIMD Ints dot_bytes(Ints c, const void* a, Ints b) {
+  int32_t four;
+  __builtin_memcpy(&four, a, 4);
+  const Ints x = set1(four);
+#if defined(FASTBERT_AVX_VNNI_EMULATION)
+  return emulated_vpdpbusd(c, x, b);
+#else
+  __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(c) : "x"(x), "x"(b));
+  return c;
+#endif
+}
+#else
 // c + a * b with four unsigned bytes of each lane of a, and four signed ones of b. Products of two are added in 16
 // bits: no two weights of one sign may be larger than 128 together (gemm.h).
 FASTBERT_SIMD Ints dot_of_pairs(Ints c, Ints a, Ints b) {
@@ -95,6 +118,7 @@ FASTBERT_SIMD Ints dot_bytes(Ints c, const void* a, const void* b) {
           : "x"(set1(four)), "m"(*static_cast<const __m256i_u*>(b)), "x"(_mm256_set1_epi16(1)));
   return c;
 }
+#endif
 // a0 b0 a1 b1 ..., of the low and of the high halves.
 FASTBERT_SIMD Ints interleave_low(Ints a, Ints b) {
   return _mm256_permute2x128_si256(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b), 0x20);

@@ -20,10 +20,10 @@ def _amx() -> tuple[str, ...]:
     return ("cpu-amx",) if "amx" in _C.isas() else ()
 
 
-# Of floats there is no code for VNNI, which multiplies int8; and what has no products has none for AMX.
+# Of floats there is no code for AVX-VNNI and VNNI, which multiply int8; and what has no products has none for AMX.
 WITHOUT_PRODUCTS = ("cpu-generic", "cpu-avx2", "cpu-avx512", "cpu-avx512_bf16")
 OF_FLOATS = (*WITHOUT_PRODUCTS, *_amx())
-CPU_BACKENDS = ("cpu-generic", "cpu-avx2", "cpu-avx512", "cpu-avx512_vnni", "cpu-avx512_bf16", *_amx())
+CPU_BACKENDS = (*WITHOUT_PRODUCTS[:2], "cpu-avx_vnni", "cpu-avx512", "cpu-avx512_vnni", "cpu-avx512_bf16", *_amx())
 
 
 def device_of(backend: str) -> str:
