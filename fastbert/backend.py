@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from fastbert.errors import BackendError
+from fastbert.native import availability
 from fastbert.native.availability import extension_error
 
 
@@ -38,6 +39,7 @@ ORDER = {"cuda": (Backend.TRITON, Backend.CUDA), "cpu": (Backend.CPU,)}
 
 Supports = Callable[..., "str | None"]
 SUPPORTS: dict[str, dict[Backend, Supports]] = {}  # op -> backend -> why not, or None when it can serve
+PRODUCTS: set[str] = set()  # the ops with products, which `auto` leaves to torch where the CPU's kernels have slow ones
 Probe = Callable[[torch.Tensor, torch.Tensor], tuple]
 # Of the fused ops: what their backends ask of operands, and the function that runs on them.
 FUSED: dict[str, dict[Backend, tuple[Supports, Callable[..., Any]]]] = {}
@@ -95,6 +97,14 @@ def warn_of_missing_kernels() -> None:
         _has_warned = True
         if (missing := missing_kernels()) is not None:
             warnings.warn(f"fastbert: {missing}", stacklevel=3)
+
+
+_LEFT = "products are torch's own here: this processor has none of the instructions that ours are written for"
+
+
+def left_to_torch(op: str, backend: Backend) -> str | None:
+    """Why `auto` takes torch for an op that this backend could serve; None where it does not."""
+    return _LEFT if op in PRODUCTS and backend is Backend.CPU and not availability.has_products else None
 
 
 def register(op: str, backend: Backend, supports: Supports, probe: Probe | None = None) -> None:
@@ -210,7 +220,10 @@ def first_to_serve(op: str, x: torch.Tensor, *args) -> Backend | None:
     table = SUPPORTS[op]
     for backend in _order(x):
         if backend in table and table[backend](x, *args) is None:
-            return backend
+            is_left = (
+                not availability.has_products and _choice.forced is None and left_to_torch(op, backend) is not None
+            )
+            return None if is_left else backend
     return None
 
 
@@ -227,6 +240,8 @@ def try_fused(op: str, x: torch.Tensor, find_operands: Callable[[], Any]) -> Cal
         if backend not in table:
             continue
         unsupported = table[backend](x)
+        if unsupported is None and not availability.has_products and _choice.forced is None:
+            unsupported = left_to_torch(op, backend)
         if unsupported is None:
             operands = find_operands() if operands is None else operands
             if isinstance(operands, str):

@@ -58,6 +58,17 @@ def checks_values() -> bool:
     return _checks.enabled and torch._C._functorch.maybe_current_level() is None
 
 
+def _checked_mask(mask: torch.Tensor, batch_size: int, seqlen: int) -> torch.Tensor:
+    if mask.shape != (batch_size, seqlen):
+        raise InputError(
+            f"attention_mask has shape {tuple(mask.shape)}; it must be (batch, seqlen) = {(batch_size, seqlen)}"
+        )
+    _refuse_batched("attention_mask", mask)
+    if mask.dtype.is_complex:
+        raise InputError(f"attention_mask is {mask.dtype}; it must be bool, integer or float")
+    return mask
+
+
 def _refuse_batched(name: str, t: torch.Tensor) -> None:
     if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(t):
         raise InputError(
@@ -269,15 +280,7 @@ class PackedBatch:
         if query_only is not None and attention_mask is None:
             attention_mask = torch.ones_like(query_only)
         if attention_mask is not None:
-            if attention_mask.shape != (batch_size, seqlen):
-                raise InputError(
-                    f"attention_mask has shape {tuple(attention_mask.shape)}; it must be (batch, seqlen) ="
-                    f" {(batch_size, seqlen)}"
-                )
-            _refuse_batched("attention_mask", attention_mask)
-            if attention_mask.dtype.is_complex:
-                raise InputError(f"attention_mask is {attention_mask.dtype}; it must be bool, integer or float")
-            attention_mask = attention_mask.to(device)
+            attention_mask = _checked_mask(attention_mask, batch_size, seqlen).to(device)
         if has_padding is None:
             has_padding = attention_mask is not None and not is_all_ones(attention_mask)
         if attention_mask is not None and has_padding:

@@ -161,7 +161,7 @@ void gemm_panels(const GemmArgs& args, const Work& work, int64_t row_begin, int6
       const char* const panel_begin = panel_of(weight, p);
       bool first = product == 0;
       if constexpr (kIsSplit<Dot>) {
-        first = !residual_sums<Dot>(work.steps, block_rows, weight.residuals, p * kPanel, sums);
+        first = !residual_sums<Dot>(work.steps, block_rows, weight.residuals, p * kPanel, columns, sums);
       }
       for (int64_t step = 0; step == 0 || step < steps; step += kSteps, first = false) {
         const bool last = product == target.num_addends && step + kSteps >= steps;

@@ -178,7 +178,8 @@ void maxsim_typed(const MaxSimFwd& args, int64_t document_begin, int64_t documen
         const char* panel = args.panels + (columns.first_panel + c / kPanel) * panel_size;
         bool accumulate = false;
         if constexpr (kIsSplit<Dot>) {
-          accumulate = residual_sums<Dot>(steps_of_rows, rows, args.residuals, columns.first_panel * kPanel + c, sums);
+          accumulate =
+              residual_sums<Dot>(steps_of_rows, rows, args.residuals, columns.first_panel * kPanel + c, width, sums);
         }
         maxsim_product<Dot>(rows, x, panel, steps, width, c == 0 ? ahead : Ahead{nullptr, 0}, accumulate, sums);
         for (int64_t d = 0; d < documents; ++d) {

@@ -49,20 +49,22 @@ FASTBERT_SIMD void residual_columns(const StepsOfRows& x, int64_t row, int64_t r
   }
 }
 
-// Whether a panel, whose first column is `column`, has any. Then sums (rows, kPanel) = x times them, to which the
-// panel's own products are to be added.
+// Whether the `columns` of a panel, the first of the weight's columns being `column`, have any. Then these columns of
+// sums (rows, kPanel) = x times them, to which the panel's own products are to be added.
 template <typename Dot>
-bool residual_sums(const StepsOfRows& x, int64_t rows, const Residuals& residuals, int64_t column, char* sums) {
+bool residual_sums(const StepsOfRows& x, int64_t rows, const Residuals& residuals, int64_t column, int64_t columns,
+                   char* sums) {
   const int32_t* begin = residuals.begin + column;
-  if (begin[0] == begin[kPanel]) return false;
-  for (int64_t c = 0; c < kPanel; c += kWidth) {
+  if (begin[0] == begin[columns]) return false;
+  constexpr int64_t kTile = kTileVectors * kWidth;  // whose columns are added to all together
+  for (int64_t c = 0; c < (columns + kTile - 1) / kTile * kTile; c += kWidth) {
     int64_t row = 0;
     const auto pass = [&](auto vectors) {
       for (; row + vectors() * kWidth <= x.stride; row += vectors() * kWidth) {
         residual_columns<Dot, vectors()>(x, row, rows, begin + c, residuals.values, sums + c * 4);
       }
     };
-    pass(std::integral_constant<int, 8>{});
+    pass(std::integral_constant<int, 12>{});
     pass(std::integral_constant<int, 4>{});
     pass(std::integral_constant<int, 2>{});
     pass(std::integral_constant<int, 1>{});

@@ -13,6 +13,7 @@ from fastbert.bulk.blocks import absolute, make_plan
 from fastbert.bulk.worker import BlockWorker, Worker, WorkerSettings
 from fastbert.errors import ConfigError, InputError
 from fastbert.messages import install
+from fastbert.native.cores import cores
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -60,7 +61,7 @@ def start_ray() -> Any:
             {}
             if os.environ.get("RAY_ADDRESS")
             else {
-                "num_cpus": len(os.sched_getaffinity(0)),
+                "num_cpus": cores().usable,
                 "include_dashboard": False,
                 "object_store_memory": LOCAL_STORE_BYTES,
             }

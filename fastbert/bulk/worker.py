@@ -10,6 +10,7 @@ import numpy as np
 
 from fastbert.bulk.blocks import CHUNK_TEXTS, check_column, open_location, read_rows, write_whole
 from fastbert.errors import InputError
+from fastbert.native.cores import cores
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -39,7 +40,7 @@ class Worker:
 
         from fastbert.sentences import SentenceEncoder
 
-        torch.set_num_threads(settings.threads)
+        torch.set_num_threads(min(settings.threads, cores().usable))
         self.settings = settings
         self.encoder = SentenceEncoder.from_pretrained(settings.model, dtype=settings.dtype, device=settings.device)
 

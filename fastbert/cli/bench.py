@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -14,6 +13,7 @@ from fastbert.cli.parser import Parser, UsageError, add_command, add_delimiter_o
 from fastbert.cli.stopping import raise_if_stopped, say
 from fastbert.data.text_files import TEXT_KINDS, check_source, read_texts
 from fastbert.errors import TextFileError
+from fastbert.native.cores import cores
 
 if TYPE_CHECKING:
     from fastbert.bench.texts.run import TextSettings
@@ -123,9 +123,9 @@ def run_bench(options: argparse.Namespace, say: Callable[[str], None]) -> str:
 
 def _check(options: argparse.Namespace) -> None:
     """What does not depend on a model."""
-    cores = os.cpu_count() or 1
-    if options.threads is not None and options.threads > cores:
-        raise UsageError(f"--threads {options.threads}: this machine has {cores} cores")
+    usable = cores().usable
+    if options.threads is not None and options.threads > usable:
+        raise UsageError(f"--threads {options.threads}: this process may use {usable} cores")
     if options.latency and options.corpus is not None:
         raise UsageError("--latency and --corpus are different runs: give one of them")
     mode = "--latency" if options.latency else "--corpus" if options.corpus is not None else ""
@@ -136,9 +136,9 @@ def _check(options: argparse.Namespace) -> None:
     if options.resume and options.output is None:
         raise UsageError("--resume needs --output: the folder of the run to go on with")
     processes = options.processes or 1
-    if processes * (options.threads or 1) > cores:
+    if processes * (options.threads or 1) > usable:
         threads = f" with --threads {options.threads}" if options.threads else ""
-        raise UsageError(f"--processes {processes}{threads}: this machine has {cores} cores")
+        raise UsageError(f"--processes {processes}{threads}: this process may use {usable} cores")
 
 
 def _run_batches(options: argparse.Namespace, say: Callable[[str], None]) -> str:

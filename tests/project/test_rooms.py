@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "cuda_graphs": {"backend", "execution", "layers", "models", "packed_inputs", "packing"},
     "acceleration": {"config", "execution", "families", "layers", "models", "ops", "packed_inputs", "packing"},
     "data": {"checkpoint", "config", "families", "ops", "packed_inputs", "packing"},
-    "sentences": {"checkpoint", "data", "layers", "models", "ops", "packed_inputs"},
+    "sentences": {"checkpoint", "data", "layers", "models", "native", "ops", "packed_inputs"},
     "training": {
         "backend",
         "checkpoint",
@@ -64,8 +64,8 @@ MAY_IMPORT = {
         "packing",
         "sentences",
     },
-    "serve": {"checkpoint", "data", "packed_weights", "sentences"},
-    "bulk": {"sentences"},
+    "serve": {"checkpoint", "data", "native", "packed_weights", "sentences"},
+    "bulk": {"native", "sentences"},
     "testing": set(),
     "bench": {
         "acceleration",

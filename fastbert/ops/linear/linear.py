@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastbert.backend import Backend, asked_for, register, register_fused, select, try_fused
+from fastbert.backend import PRODUCTS, Backend, asked_for, register, register_fused, select, try_fused
 from fastbert.native.availability import extension_error
 from fastbert.ops._common import (
     Differentiable,
@@ -86,6 +86,7 @@ def supports_gemm_cpu(x, *weights) -> str | None:
 
 
 register("linears", Backend.CPU, supports_gemm_cpu)
+PRODUCTS.update(("linears", "feed_forward", "cross_entropy"))
 
 
 def _launch(options, x, weights, biases, weight_scales, return_pre):
