@@ -1,5 +1,5 @@
-// What AVX-VNNI's vpdpbusd does (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2), in AVX2. Stands
-// in for it where FASTBERT_AVX_VNNI_EMULATION names this file: `make sanitize` builds it so.
+// What AVX-VNNI's vpdpbusd does (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2), in AVX2.
+// Stands in for it where FASTBERT_AVX_VNNI_EMULATION names this file: `make sanitize` builds it so.
 
 // c + a * b, with four unsigned bytes of each lane of a and four signed ones of b: products of 16 bits, sums of 32.
 FASTBERT_SIMD __m256i emulated_vpdpbusd(__m256i c, __m256i a, __m256i b) {
