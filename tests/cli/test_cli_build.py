@@ -23,7 +23,9 @@ from fastbert.native import cache, recipe
 RECIPE = Path(recipe.__file__)
 SMALL = """
 #include <Python.h>
-static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr};
+static PyObject* isa(PyObject*, PyObject*) { return PyUnicode_FromString("avx2"); }
+static PyMethodDef methods[] = {{"isa", isa, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, methods};
 PyMODINIT_FUNC PyInit__C() {
   PyObject* made = PyModule_Create(&module);
   PyModule_AddIntConstant(made, "small", 1);
