@@ -309,14 +309,14 @@ def work(task: dict[str, Any]) -> None:
 class Worker:
     """The process of a contestant, and what is asked of it."""
 
-    def __init__(self, python: str, task: dict[str, Any], program: str = __file__):
+    def __init__(self, python: str, task: dict[str, Any]):
         from fastbert.bench.compete import THREAD_VARIABLES
 
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (close() does)
         self.failure: str | None = None
         own = {"PYTHONPATH": str(ROOT)} if task["of"] == OURS else {}
         self.process = subprocess.Popen(
-            [python, program, "--worker", json.dumps(task)],
+            [python, __file__, "--worker", json.dumps(task)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,

@@ -8,8 +8,7 @@ from types import ModuleType
 from fastbert.native.cores import warn_of_quota
 
 _extension_error: str | None = "not asked yet"
-# Whether products were written for this processor. Those in the compiler's own vectors, for ARM and for x86 without
-# AVX2, are no match for torch's.
+# Whether products were written for this processor: not for ARM, nor for x86 without AVX2, which torch's own are.
 has_products = True
 
 
