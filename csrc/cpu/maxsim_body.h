@@ -12,9 +12,10 @@ constexpr int64_t kMaxSimRows = 96;  // of a block: 24 KB of sums
 typedef int32_t Lanes __attribute__((vector_size(kWidth * 4)));
 typedef float FloatLanes __attribute__((vector_size(kWidth * 4)));
 
-// Steps of one chain of additions, as products have it (gemm_body.h).
+// Steps of one chain of additions: of 256 numbers, as products of float32 have it (gemm_body.h), since the rounding of a
+// longer one is seen in the scores. int8's sums are exact.
 template <typename Dot>
-constexpr int64_t kMaxSimChain = std::is_same_v<Dot, Float32Dot> ? 256 : INT64_MAX;
+constexpr int64_t kMaxSimChain = std::is_same_v<Dot, Float32Dot> ? 256 : std::is_same_v<Dot, Int8Dot> ? 1 << 30 : 128;
 
 // Memory that is read next, asked for in equal shares.
 struct Ahead {
@@ -39,7 +40,10 @@ void maxsim_product(int64_t rows, const Rows& x, const char* panel, int64_t step
     if (whole > 0) {
       ahead.fetch(1, 1);
       AmxTiles amx;
-      amx.product<Dot>(rows, x.data, x.stride, panel, whole, columns, accumulate, sums);
+      for (int64_t step = 0; step < whole; step += kMaxSimChain<Dot>) {
+        amx.product<Dot>(rows, x.data + step * 4, x.stride, panel + step * kStepBytes,
+                         std::min(whole - step, kMaxSimChain<Dot>), columns, accumulate || step > 0, sums);
+      }
     }
     if (whole == steps) return;
   }
