@@ -19,28 +19,25 @@ from __future__ import annotations
 
 import argparse
 import csv
-import importlib.metadata
 import json
-import os
 import statistics
 import string
-import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from workers import OURS, SPECIAL, Worker, Workers, alive, answer_all, backend_options, interpreters, package_versions
+
 # A peer's interpreter has no fastbert: only functions of this side and of our workers import it.
 
-ROOT = Path(__file__).parents[2]
-PEER, OURS = "sentence-transformers", "fastbert"
+PEER = "sentence-transformers"
 CONTESTANTS = {
     **{f"{PEER} {backend}": {"of": backend} for backend in ("torch", "onnx", "openvino")},
     **{f"{OURS} {dtype}": {"of": OURS, "dtype": dtype} for dtype in ("float32", "bfloat16", "int8")},
@@ -53,14 +50,10 @@ SEARCHES = {
     f"{OURS} float32, int8 documents": (f"{OURS} float32", "int8"),
     f"{OURS} int8, int8 documents": (f"{OURS} int8", "int8"),
 }
-PACKAGES = ("sentence-transformers", "transformers", "torch")  # whose versions a worker tells, beside its backend's
-BACKEND_PACKAGES = {"onnx": ("onnxruntime", "optimum-onnx"), "openvino": ("openvino", "optimum-intel")}
 BATCH_SIZES = (8, 32, 64)
 LARGEST_DIFFERENCE = 1e-3  # of float32 vectors from the reference's
 CHECKED, WORDS, LONGEST = 8, 60, 300  # texts of a corpus, words of a paragraph, tokens
 STORED, QUERIES, BLOCK, TOP = 1000, 200, 20, 10
-# Of BERT's tokenizer for both shapes. ModernBERT's vocabulary is larger, and the rest of its table lies idle.
-SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
 
 
 @dataclass(frozen=True)
@@ -188,29 +181,12 @@ def write_texts(shape: Shape, data: Path, root: Path, limit: int | None) -> dict
 # A worker: one contestant
 
 
-def load_peer(backend: Literal["torch", "onnx", "openvino"], folder: str, threads: int) -> Any:
-    from sentence_transformers import MultiVectorEncoder
-
-    options: dict[str, Any] = {}
-    if backend == "onnx":
-        import onnxruntime
-
-        session = onnxruntime.SessionOptions()
-        session.intra_op_num_threads = threads
-        options = {"provider": "CPUExecutionProvider", "session_options": session, "export": True}
-    elif backend == "openvino":
-        # Where the processor has bfloat16, OpenVINO would compute in it.
-        precision = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads}
-        options = {"ov_config": precision, "export": True}
-    return MultiVectorEncoder(folder, device="cpu", backend=backend, model_kwargs=options)
-
-
 class Contestant:
     """What a worker does when it is asked for it. All answers are mappings."""
 
     def __init__(self, task: dict[str, Any]):
         self.root, self.ours = Path(task["root"]), task["of"] == OURS
-        self.packages = PACKAGES + BACKEND_PACKAGES.get(task["of"], ())
+        self.backend = task["of"]
         self.texts = json.loads((self.root / "texts.json").read_text(encoding="utf-8"))
         self.stores: dict[str, Any] = {}
         if self.ours:
@@ -218,11 +194,14 @@ class Contestant:
 
             self.model: Any = fastbert.MultiVectorEncoder(task["folder"], dtype=task["dtype"], device="cpu")
         else:
-            self.model = load_peer(task["of"], task["folder"], task["threads"])
+            from sentence_transformers import MultiVectorEncoder
+
+            options = backend_options(task["of"], task["threads"])
+            options |= {} if task["of"] == "torch" else {"export": True}
+            self.model = MultiVectorEncoder(task["folder"], device="cpu", backend=task["of"], model_kwargs=options)
 
     def versions(self) -> dict[str, Any]:
-        found = {name: importlib.metadata.version(name) for name in self.packages}
-        return {"versions": found, "threads": torch.get_num_threads()}
+        return {"versions": package_versions(self.backend), "threads": torch.get_num_threads()}
 
     def vectors(self, corpus: str, batch_size: int | None) -> list[torch.Tensor]:
         options = {} if batch_size is None else {"batch_size": batch_size}
@@ -282,83 +261,8 @@ class Contestant:
         return {"seconds": seconds, "best": best}
 
 
-def first_line(error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What the page says of a worker that died, as the last line of stderr."""
-    sys.__excepthook__(error_type, error, trace)
-    lines = str(error).strip().splitlines() or [""]
-    print(f"{error_type.__name__}: {textwrap.shorten(lines[0], 160, placeholder=' ...')}", file=sys.stderr, flush=True)
-
-
-def work(task: dict[str, Any]) -> None:
-    """A line of JSON for each that comes. Libraries write to stdout, too: all but answers goes to stderr."""
-    sys.excepthook = first_line
-    stdout = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    contestant = Contestant(task)
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer = getattr(contestant, request.pop("do"))(**request)
-        stdout.write(json.dumps(answer) + "\n")
-        stdout.flush()
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # The contest
-
-
-class Worker:
-    """The process of a contestant, and what is asked of it."""
-
-    def __init__(self, python: str, task: dict[str, Any]):
-        from fastbert.bench.compete import THREAD_VARIABLES
-
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (close() does)
-        self.failure: str | None = None
-        own = {"PYTHONPATH": str(ROOT)} if task["of"] == OURS else {}
-        self.process = subprocess.Popen(
-            [python, __file__, "--worker", json.dumps(task)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-            env={**os.environ, **own, **{name: str(task["threads"]) for name in THREAD_VARIABLES}},
-        )
-
-    def ask(self, do: str, **request: Any) -> dict[str, Any]:
-        """Its answer. Empty once it has died, and `failure` says of what."""
-        from fastbert.bench.compete import SETTLE_SECONDS
-
-        assert self.process.stdin is not None and self.process.stdout is not None
-        if self.failure is not None:
-            return {}
-        time.sleep(SETTLE_SECONDS)
-        try:
-            self.process.stdin.write(json.dumps({"do": do, **request}) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # its log says of what it died
-        line = self.process.stdout.readline()
-        if line:
-            answer: dict[str, Any] = json.loads(line)
-            return answer
-        code = self.process.wait()
-        self.log.seek(0)
-        self.failure = (self.log.read().strip().splitlines() or [f"died with exit code {code}"])[-1]
-        return {}
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout, self.log):
-            if stream is not None:
-                stream.close()
-
-
-Workers = dict[str, Worker]
-
-
-def alive(workers: Workers) -> Workers:
-    return {name: worker for name, worker in workers.items() if worker.failure is None}
 
 
 def compare(workers: Workers, root: Path) -> dict[str, dict[str, float]]:
@@ -461,7 +365,7 @@ def measure(name: str, options: argparse.Namespace, pythons: dict[str, str]) -> 
         task = {"root": path, "folder": str(folder), "threads": torch.get_num_threads()}
         try:
             for contestant, which in CONTESTANTS.items():
-                workers[contestant] = Worker(pythons[which["of"]], {**task, **which})
+                workers[contestant] = Worker(pythons[which["of"]], {**task, **which}, __file__)
                 about = workers[contestant].ask("versions")
                 print(f"{name}, {contestant}: {about or workers[contestant].failure}", flush=True)
             versions = {who: worker.ask("versions").get("versions") for who, worker in alive(workers).items()}
@@ -587,18 +491,6 @@ def to_markdown(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def interpreters(given: list[str]) -> dict[str, str]:
-    """Of each name. Whatever is not given has this one."""
-    names = dict.fromkeys(which["of"] for which in CONTESTANTS.values())
-    pythons = dict.fromkeys(names, sys.executable)
-    for each in given:
-        name, _, path = each.partition("=")
-        if name not in pythons or not Path(path).is_file():
-            sys.exit(f"--python {each}: NAME=PATH is wanted, a name of {', '.join(names)} and an interpreter")
-        pythons[name] = path
-    return pythons
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="a folder with banking77/, qa/, lm/")
@@ -611,12 +503,12 @@ def main() -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
-        return work(json.loads(options.worker))
+        return answer_all(Contestant, json.loads(options.worker))
 
     from fastbert.bench.compete import machine_of
     from fastbert.bench.report import write_report
 
-    pythons = interpreters(options.python)
+    pythons = interpreters(options.python, {which["of"] for which in CONTESTANTS.values()})
     machine = machine_of(torch.get_num_threads(), ("transformers", "sentence_transformers"))
     report: dict[str, Any] = {"machine": machine, "rounds": options.rounds, "layers": options.layers}
     report["models"] = [measure(name, options, pythons) for name in options.models]

@@ -1,7 +1,7 @@
 """`fastbert finetune` beside the Hugging Face Trainer: the same task, weights, hyper-parameters and seeds, in turn.
 
-    python benchmarks/against_trainer.py sst2 --train train.tsv --eval test.tsv dev.tsv --epochs 1
-    python benchmarks/against_trainer.py stsb --train train.tsv --eval dev.tsv --epochs 4
+    python benchmarks/training/against_trainer.py sst2 --train train.tsv --eval test.tsv dev.tsv --epochs 1
+    python benchmarks/training/against_trainer.py stsb --train train.tsv --eval dev.tsv --epochs 4
 
 Both train all-MiniLM-L6-v2 with 32 examples a step, bfloat16 autocast, fused AdamW (weight decay 0.01), 10 % warm-up
 and a linear schedule. Both saved models are judged by the same code, in float32, on each --eval file. `--max-steps 100`

@@ -1,6 +1,6 @@
 """Sentence embeddings side by side: fastbert and sentence-transformers' trainer, same weights and data.
 
-python benchmarks/embedding_training.py --data DATA prints a table, and can write it to a folder.
+python benchmarks/training/embedding_training.py --data DATA prints a table, and can write it to a folder.
 
 "stsb": CoSENT on the STS benchmark; Spearman on its dev set. "pairs": in-batch negatives over its pairs with a score of
 4 and more; likewise. "banking": in-batch negatives over two sentences of one intent of banking77; how often the nearest

@@ -1,6 +1,6 @@
-"""Fine-tuning steps side by side: `python benchmarks/fine_tuning.py` prints a table and can write it to a folder.
+"""Fine-tuning steps side by side; prints a table and can write it to a folder.
 
-python benchmarks/fine_tuning.py --model deberta-v3-base --batches 32 4x512
+python benchmarks/training/fine_tuning.py --model deberta-v3-base --batches 32 4x512
 """
 
 from __future__ import annotations

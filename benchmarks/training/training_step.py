@@ -1,4 +1,4 @@
-"""What a step of training is made of: `python benchmarks/training_step.py` prints it and can write it to a folder.
+"""What a step of training is made of; prints it and can write it to a folder.
 
 The loop of `fastbert finetune` runs over sentences of log-normal length (mean 12, at most 64) with a MiniLM-sized
 classifier, bfloat16 autocast, clipping and AdamW. The rate of the step's products, over all of its time, is compared
