@@ -12,20 +12,23 @@ constexpr int64_t kMaxSimRows = 96;  // of a block: 24 KB of sums
 typedef int32_t Lanes __attribute__((vector_size(kWidth * 4)));
 typedef float FloatLanes __attribute__((vector_size(kWidth * 4)));
 
-// Steps of one chain of additions: of 256 numbers, as products of float32 have it (gemm_body.h), since the rounding of a
-// longer one is seen in the scores. int8's sums are exact.
+// Steps of one chain of additions: of 256 numbers, as products of float32 have it (gemm_body.h), since the rounding of
+// a longer one is seen in the scores. int8's sums are exact.
 template <typename Dot>
-constexpr int64_t kMaxSimChain = std::is_same_v<Dot, Float32Dot> ? 256 : std::is_same_v<Dot, Int8Dot> ? 1 << 30 : 128;
+constexpr int64_t kMaxSimChain = std::is_same_v<Dot, Float32Dot> ? 256
+                                 : std::is_same_v<Dot, Int8Dot>  ? 1 << 30
+                                                                 : 128;
 
-// Memory that is read next, asked for in equal shares.
+// Memory that is read next, the block behind this one: each tile asks for the share of its rows.
 struct Ahead {
   const char* next;
   int64_t bytes;
 
-  FASTBERT_SIMD void fetch(int64_t share, int64_t of) {
-    const int64_t count = bytes * share / of;
-    for (int64_t i = 0; i < count; i += 64) __builtin_prefetch(next + i, 0, 2);
-    next += count;
+  const char* at(int64_t row, int64_t rows) const { return next + bytes * row / rows; }
+
+  FASTBERT_SIMD void fetch(int64_t row, int64_t count, int64_t rows) const {
+    const int64_t length = bytes * count / rows;
+    for (int64_t i = 0; i < length; i += 64) __builtin_prefetch(at(row, rows) + i, 0, 2);
   }
 };
 
@@ -38,7 +41,7 @@ void maxsim_product(int64_t rows, const Rows& x, const char* panel, int64_t step
   if constexpr (kUsesAmx<Dot>) {
     whole = steps / kAmxSteps * kAmxSteps;
     if (whole > 0) {
-      ahead.fetch(1, 1);
+      ahead.fetch(0, 1, 1);
       AmxTiles amx;
       for (int64_t step = 0; step < whole; step += kMaxSimChain<Dot>) {
         amx.product<Dot>(rows, x.data + step * 4, x.stride, panel + step * kStepBytes,
@@ -53,14 +56,21 @@ void maxsim_product(int64_t rows, const Rows& x, const char* panel, int64_t step
     constexpr bool kHasNarrow = kTileVectors * kWidth == kPanel;
     const bool narrow = kHasNarrow && columns <= kPanel / 2 && rows - row >= 2 * kTileRows;
     if (narrow) height = 2 * kTileRows;
-    if (whole == 0) ahead.fetch(height, rows);
+    if (whole == 0 && !narrow) ahead.fetch(row, height, rows);
     for (int64_t step = whole; step == whole || step < steps; step += kMaxSimChain<Dot>) {
       const int64_t count = std::min(steps - step, kMaxSimChain<Dot>);
       const char *from = x.data + row * x.stride + step * 4, *of_panel = panel + step * kStepBytes;
       char* to = sums + row * kStepBytes;
       if (narrow) {
         if constexpr (kHasNarrow) {
-          tile<Dot, 2 * kTileRows, kTileVectors / 2>(from, x.stride, 4, of_panel, count, accumulate || step > 0, to);
+          // Its rows are 3/4 of a line a step. Fetched step by step 1,000 documents take 0.8 of the time (Zen 5): all
+          // lines at once are more than may be on their way.
+          if (ahead.bytes > 0) {
+            tile<Dot, 2 * kTileRows, kTileVectors / 2, 1>(from, x.stride, 4, of_panel, count, accumulate || step > 0,
+                                                          to, ahead.at(row, rows) + step * 64);
+          } else {
+            tile<Dot, 2 * kTileRows, kTileVectors / 2>(from, x.stride, 4, of_panel, count, accumulate || step > 0, to);
+          }
         }
       } else {
         tile_rows<Dot>(height, from, x.stride, 4, of_panel, count, columns, accumulate || step > 0, to);
