@@ -77,7 +77,7 @@ def write_folder(name: str, vocabulary: Path, root: Path, minilm: Path | None) -
     """As sentence-transformers saves it; None without the real weights."""
     import transformers
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.models import Normalize, Pooling, Transformer
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
     from tokenizers import BertWordPieceTokenizer
 
     config, fields, longest, _ = MODELS[name]

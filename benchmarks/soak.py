@@ -65,7 +65,7 @@ def write_folder(vocabulary: Path, root: Path) -> Path:
     """As sentence-transformers saves it."""
     import transformers
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.models import Normalize, Pooling, Transformer
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
     from tokenizers import BertWordPieceTokenizer
 
     torch.manual_seed(0)
