@@ -157,7 +157,7 @@ def apart(vectors: dict[tuple[str, str], dict[str, torch.Tensor]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--isas", default="", help="by commas; default: generic and the best that this machine has")
+    parser.add_argument("--isas", default="", help="by commas; default: all that this machine has")
     parser.add_argument("--dtypes", default="float32,bfloat16,int8")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--output", type=Path)
@@ -174,7 +174,7 @@ def main() -> None:
     results, vectors = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         write_models(Path(folder))
-        for isa in options.isas.split(",") if options.isas else ("generic", _C.isas()[-1]):
+        for isa in options.isas.split(",") if options.isas else _C.isas():
             results[isa] = []
             for dtype in ("int8",) if isa in FOR_INT8 else options.dtypes.split(","):
                 words = [sys.executable, __file__, "--rounds", str(options.rounds), "--measure", dtype, folder]
