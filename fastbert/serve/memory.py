@@ -24,7 +24,7 @@ def bound_arenas() -> None:
     """For all of this process. Each thread has an arena by default, and each keeps free memory between what is in use.
     What has a megabyte is mapped alone, and goes back when it is freed.
 
-    After four minutes of everything (benchmarks/serving/soak.py) a server with 14 arenas held 426 MB and went on to
+    After four minutes of everything (benchmarks/soak.py) a server with 14 arenas held 426 MB and went on to
     grow; with two it held 398 from the first minute on.
     """
     if _mallopt is not None:
