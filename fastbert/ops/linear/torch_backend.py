@@ -91,10 +91,10 @@ def _linear_int8(x, weight, bias, weight_scale, input_scale):
         check_input_scale(input_scale)
         # A static scale must not hide what is not finite behind the clamp: 0 times it is NaN.
         scale = torch.where(input_scale == 0, scale, input_scale + 0 * largest)
-    quantized = torch.round(rows / torch.where(scale > 0, scale, 1.0)).clamp(-127, 127)
+    quantized = (rows / torch.where(scale > 0, scale, 1.0)).round_().clamp_(-127, 127)
     with torch.autocast(x.device.type, enabled=False):  # which would round the sums
-        y = F.linear(quantized, weight.to(rows.dtype)) * (scale * weight_scale)
-    return (y if bias is None else y + bias.to(rows.dtype)).to(compute_dtype(x))
+        y = F.linear(quantized, weight.to(rows.dtype)).mul_(scale * weight_scale)
+    return (y if bias is None else y.add_(bias.to(rows.dtype))).to(compute_dtype(x))
 
 
 def linear_torch(x, weight, bias, weight_scale, input_scale, activation_name):
