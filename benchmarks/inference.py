@@ -23,9 +23,11 @@ import argparse
 import csv
 import gzip
 import json
+import multiprocessing
 import statistics
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -98,18 +100,15 @@ def write_folder(name: str, vocabulary: Path, root: Path, minilm: Path | None) -
 # A worker: one contestant
 
 
-def load_peer(name: str, folder: str, scratch: str, texts: list[str], threads: int) -> Any:
-    """The model with a backend of sentence-transformers; what it exports lies in `scratch`."""
+def export(name: str, folder: str, scratch: str, texts: list[str]) -> str | None:
+    """Write the model for a backend into `scratch`; the name of its file there, where it is not the usual one."""
     from sentence_transformers import SentenceTransformer
 
-    if name == "torch":
-        return SentenceTransformer(folder, device="cpu")
     backend = PEERS[name]
-    options = backend_options(backend, threads)
-    model = SentenceTransformer(folder, device="cpu", backend=backend, model_kwargs={**options, "export": True})
-    if name == backend:
-        return model
+    model = SentenceTransformer(folder, device="cpu", backend=backend, model_kwargs={"export": True})
     model.save_pretrained(scratch)
+    if name == backend:
+        return None
     if name == "onnx-O3":
         from sentence_transformers import export_optimized_onnx_model
 
@@ -131,8 +130,19 @@ def load_peer(name: str, folder: str, scratch: str, texts: list[str], threads: i
         )
     ending = "*.onnx" if backend == "onnx" else "*.xml"
     made = [path for path in Path(scratch).rglob(ending) if path.stem not in ("model", "openvino_model")]
-    options["file_name"] = str(made[0].relative_to(scratch))
-    return SentenceTransformer(scratch, device="cpu", backend=backend, model_kwargs=options)
+    return str(made[0].relative_to(scratch))
+
+
+def load_peer(name: str, folder: str, scratch: str, texts: list[str], threads: int) -> Any:
+    """The model with a backend of sentence-transformers. Exports take memory that another process gives back."""
+    from sentence_transformers import SentenceTransformer
+
+    if name == "torch":
+        return SentenceTransformer(folder, device="cpu")
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
+        file = other.submit(export, name, folder, scratch, texts).result()
+    options = backend_options(PEERS[name], threads) | ({} if file is None else {"file_name": file})
+    return SentenceTransformer(scratch, device="cpu", backend=PEERS[name], model_kwargs=options)
 
 
 class Contestant:
@@ -146,9 +156,9 @@ class Contestant:
 
             self.model: Any = fastbert.SentenceEncoder(task["folder"], dtype=task["name"].split()[1], device="cpu")
         else:
-            self.scratch = tempfile.TemporaryDirectory()
-            texts = self.given["texts"]["short"]
-            self.model = load_peer(task["name"], task["folder"], self.scratch.name, texts, task["threads"])
+            scratch = tempfile.mkdtemp(dir=Path(task["texts"]).parent)
+            texts = [text for pair in self.given["pairs"] for text in pair[:2]]
+            self.model = load_peer(task["name"], task["folder"], scratch, texts, task["threads"])
         self.model.max_seq_length = task["longest"]
 
     def versions(self) -> dict[str, Any]:
@@ -214,6 +224,7 @@ def measure(name: str, options: argparse.Namespace, pythons: dict[str, str]) -> 
                 found = {each: worker.ask("spearman") for each, worker in alive(workers).items()}
                 quality = {each: answer["spearman"] for each, answer in found.items() if answer}
             failures = {each: worker.failure for each, worker in workers.items() if worker.failure is not None}
+            print(name, failures, flush=True)
         finally:
             for worker in workers.values():
                 worker.close()

@@ -6,6 +6,7 @@ functions of the asking side import it. A worker gets a line of JSON for each qu
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -119,7 +120,8 @@ class Worker:
         self.process.wait()
         for stream in (self.process.stdin, self.process.stdout, self.log):
             if stream is not None:
-                stream.close()
+                with contextlib.suppress(BrokenPipeError):  # what a dead worker was asked last
+                    stream.close()
 
 
 Workers = dict[str, Worker]

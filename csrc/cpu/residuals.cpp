@@ -18,7 +18,10 @@ int32_t residual_of(int32_t first, int32_t second) {
 
 }  // namespace
 
-bool splits_bytes() { return current_isa().load(std::memory_order_relaxed) == Isa::kAvx2; }
+bool splits_bytes() {
+  const Isa isa = current_isa().load(std::memory_order_relaxed);
+  return isa == Isa::kAvx2 || isa == Isa::kAvx512;
+}
 
 void count_residuals(const PackArgs& args, int32_t* begin) {
   const auto* weight = static_cast<const int8_t*>(args.weight);

@@ -6,7 +6,11 @@ using Ints = __m512i;
 typedef uint64_t Longs __attribute__((vector_size(64)));
 constexpr int64_t kWidth = 16;
 constexpr int64_t kTileVectors = 4;  // of a tile's width: 6 x 4 sums, 4 operands and a broadcast fit 32 registers
+#if defined(FASTBERT_VNNI)
 constexpr bool kSplitsBytes = false;
+#else
+constexpr bool kSplitsBytes = true;  // int8 panels (gemm.h)
+#endif
 #if defined(FASTBERT_BF16)
 constexpr bool kHasBf16 = true;
 #else
@@ -83,26 +87,30 @@ FASTBERT_SIMD int32_t largest(Ints x) { return _mm512_reduce_max_epi32(x); }
 FASTBERT_SIMD void store_bytes(uint8_t* p, Ints x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
 }
-// c + a * b with four unsigned bytes of `a` and four signed ones of each lane of b.
+#if defined(FASTBERT_VNNI)
+// c + a * b with four unsigned bytes of `a` and four signed ones of each lane of b. By hand, because gcc 12 copies the
+// sums around its own intrinsic and takes 2.5 times as long.
 FASTBERT_SIMD Ints dot_bytes(Ints c, const void* a, Ints b) {
   int32_t four;
   __builtin_memcpy(&four, a, 4);
-#if defined(FASTBERT_VNNI)
-  // By hand, because gcc 12 copies the sums around its own intrinsic and takes 2.5 times as long.
-  const __m512i x = _mm512_set1_epi32(four);
-  __asm__("vpdpbusd %2, %1, %0" : "+v"(c) : "v"(x), "v"(b));
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(c) : "v"(set1(four)), "v"(b));
   return c;
-#else
-  // Widened to 16 bits, on halves.
-  const __m512i x = _mm512_cvtepu8_epi16(_mm256_set1_epi32(four));
-  const __m512i low = _mm512_madd_epi16(x, _mm512_cvtepi8_epi16(_mm512_castsi512_si256(b)));
-  const __m512i high = _mm512_madd_epi16(x, _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(b, 1)));
-  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-  const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-  return _mm512_add_epi32(
-      c, _mm512_add_epi32(_mm512_permutex2var_epi32(low, even, high), _mm512_permutex2var_epi32(low, odd, high)));
-#endif
 }
+#else
+// As in simd_avx2.h.
+FASTBERT_SIMD Ints dot_of_pairs(Ints c, Ints a, Ints b) {
+  return _mm512_add_epi32(c, _mm512_madd_epi16(_mm512_maddubs_epi16(a, b), _mm512_set1_epi16(1)));
+}
+FASTBERT_SIMD Ints dot_bytes(Ints c, const void* a, const void* b) {
+  int32_t four;
+  __builtin_memcpy(&four, a, 4);
+  Ints sum;
+  __asm__("vpmaddubsw %3, %2, %1\n\tvpmaddwd %4, %1, %1\n\tvpaddd %1, %0, %0"
+          : "+v"(c), "=&v"(sum)
+          : "v"(set1(four)), "m"(*static_cast<const __m512i_u*>(b)), "v"(_mm512_set1_epi16(1)));
+  return c;
+}
+#endif
 // a0 b0 a1 b1 ..., of the low and of the high halves.
 FASTBERT_SIMD Ints interleave_low(Ints a, Ints b) {
   const __m512i order = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
