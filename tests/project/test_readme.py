@@ -141,6 +141,27 @@ def test_the_corpora_in_the_readme_are_those_that_were_measured():
     assert measured("three corpora") == ", ".join(said)
 
 
+def test_the_benchmark_of_inference_is_the_one_that_was_measured():
+    models = json.loads((RESULTS / "inference.json").read_text(encoding="utf-8"))["models"]
+    rows = [rates for model in models for rates in model["rows"].values()]
+    assert len(models) == 4 and len(rows) == 12
+
+    def times(ours: str, is_int8: bool) -> str:
+        """The slowest and the fastest row, beside the best backend of that precision."""
+        names = [name for name in rows[0] if not name.startswith("fastbert") and name.endswith("qint8") == is_int8]
+        found = [rates[ours] / max(rates[name] for name in names) for rates in rows]
+        return f"{min(found):.2f} to {max(found):.2f}"
+
+    float32, int8 = times("fastbert float32", False), times("fastbert int8", True)
+    assert measured("beside the best of its backends") == f"{float32} in float32, {int8} in int8"
+    page = " ".join(PAGES["speed.md"].split())
+    assert f"{float32} times as fast as the best of these backends, in int8 {int8} times the best int8" in page
+    for name in rows[0]:
+        cells = [f"{rates[name] / rates['torch']:.2f}" for rates in rows]
+        for part in (cells[:6], cells[6:]):
+            assert f"| {name} | {' | '.join(part)} |" in PAGES["speed.md"].replace("*", "")
+
+
 def test_the_training_steps_are_those_that_were_measured():
     table = (RESULTS / "fine-tuning.md").read_text(encoding="utf-8")
     steps = re.findall(r"^\| (\d+) \| (\w+) \| [^|]* \| ([\d.]+) \|", table, re.MULTILINE)
