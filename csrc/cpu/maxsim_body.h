@@ -43,9 +43,18 @@ void maxsim_product(int64_t rows, const Rows& x, const char* panel, int64_t step
     if (whole > 0) {
       ahead.fetch(0, 1, 1);
       AmxTiles amx;
+      static thread_local Scratch memory;
       for (int64_t step = 0; step < whole; step += kMaxSimChain<Dot>) {
+        // What a tile accumulates to goes on with the same chain: another one has sums of its own.
+        char* to = step == 0 ? sums : memory.get(kMaxSimRows * kStepBytes);
         amx.product<Dot>(rows, x.data + step * 4, x.stride, panel + step * kStepBytes,
-                         std::min(whole - step, kMaxSimChain<Dot>), columns, accumulate || step > 0, sums);
+                         std::min(whole - step, kMaxSimChain<Dot>), columns, accumulate && step == 0, to);
+        for (int64_t r = 0; step > 0 && r < rows; ++r) {
+          for (int64_t c = 0; c < columns; c += kWidth) {
+            auto* sum = reinterpret_cast<float*>(sums + r * kStepBytes) + c;
+            store(sum, add(load(sum), load(reinterpret_cast<const float*>(to + r * kStepBytes) + c)));
+          }
+        }
       }
     }
     if (whole == steps) return;
