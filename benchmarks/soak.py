@@ -6,7 +6,7 @@
 
 Beside them, on the same draws: sentence-transformers with each of its backends, a process each. They take turns. A turn
 is a few dozen requests. A request is 1 to 8 texts whose lengths are a heavy-tailed draw, from one word to 8,192 tokens;
-padded it has 16,384 tokens at most. Every contestant loads its model again now and then. The server gets the
+padded it has 8,192 tokens at most. Every contestant loads its model again now and then. The server gets the
 requests by 8 clients, mixed with documents in windows, chunks, token ids, tokens, texts that are cut or refused,
 rubbish, and connections that end in the middle.
 
@@ -38,7 +38,7 @@ from workers import OURS, SPECIAL, Worker, alive, answer_all, backend_options, i
 ROOT = Path(__file__).parents[1]
 PEERS = ("torch", "onnx", "openvino")
 SERVER, ENCODER = f"{OURS} serve", f"{OURS} encode"
-LONGEST, PADDED, MOST_TEXTS, REQUESTS, RELOADED = 8192, 16384, 8, 24, 20  # a model is loaded again every so many turns
+LONGEST, PADDED, MOST_TEXTS, REQUESTS, RELOADED = 8192, 8192, 8, 24, 20  # a model is loaded again every so many turns
 SCALE, TAIL = 40, 1.2  # of the Lomax draw: half have fewer than 31 tokens, 2 % more than 1,000, 1 of 600 the most
 CLIENTS = 8
 SIXTHS = 6

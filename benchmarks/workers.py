@@ -112,7 +112,8 @@ class Worker:
             return answer
         code = self.process.wait()
         self.log.seek(0)
-        self.failure = (self.log.read().strip().splitlines() or [f"died with exit code {code}"])[-1]
+        lines = [f"died with exit code {code}", *self.log.read().strip().splitlines()]
+        self.failure = lines[-1] if code > 0 else f"killed by signal {-code}"
         return {}
 
     def close(self) -> None:
