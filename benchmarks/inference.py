@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 from workers import OURS as HERE
-from workers import SPECIAL, Worker, alive, answer_all, backend_options, interpreters, package_versions
+from workers import Worker, alive, answer_all, backend_options, interpreters, package_versions, write_encoder
 
 PEERS = {
     "torch": "torch",
@@ -75,25 +75,10 @@ def read_texts(data: Path) -> tuple[dict[str, list[str]], list[tuple[str, str, f
     return texts, pairs
 
 
-def write_folder(name: str, vocabulary: Path, root: Path, minilm: Path | None) -> Path | None:
-    """As sentence-transformers saves it; None without the real weights."""
-    import transformers
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
-    from tokenizers import BertWordPieceTokenizer
-
-    config, fields, longest, _ = MODELS[name]
-    if not config:
-        return minilm
-    torch.manual_seed(0)
-    transformers.AutoModel.from_config(getattr(transformers, config)(**fields)).save_pretrained(root / "plain")
-    words = BertWordPieceTokenizer(str(vocabulary), lowercase=True)._tokenizer
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **SPECIAL)
-    tokenizer.model_max_length = longest
-    tokenizer.save_pretrained(root / "plain")
-    modules = [Transformer(str(root / "plain")), Pooling(fields["hidden_size"], "cls"), Normalize()]
-    SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(root / "saved"))
-    return root / "saved"
+def folder_of(name: str, vocabulary: Path, root: Path, minilm: Path | None) -> Path | None:
+    """The model's, written there; None without the real weights."""
+    kind, fields, longest, _ = MODELS[name]
+    return write_encoder(kind, fields, "cls", longest, vocabulary, root) if kind else minilm
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -193,7 +178,7 @@ def measure(name: str, options: argparse.Namespace, pythons: dict[str, str]) -> 
     with tempfile.TemporaryDirectory(prefix="inference-") as path:
         root = Path(path)
         (root / "texts.json").write_text(json.dumps({"texts": chosen, "pairs": pairs}), encoding="utf-8")
-        folder = write_folder(name, options.data / "vocab/bert-base-uncased/vocab.txt", root, options.minilm)
+        folder = folder_of(name, options.data / "vocab/bert-base-uncased/vocab.txt", root, options.minilm)
         if folder is None:
             print(f"{name}: left out, its weights are in no folder (--minilm)", flush=True)
             return None

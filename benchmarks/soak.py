@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from workers import OURS, SPECIAL, Worker, alive, answer_all, backend_options, interpreters, package_versions
+from workers import OURS, Worker, alive, answer_all, backend_options, interpreters, package_versions, write_encoder
 
 ROOT = Path(__file__).parents[1]
 PEERS = ("torch", "onnx", "openvino")
@@ -59,25 +59,6 @@ def draw_requests(turn: int) -> list[list[int]]:
 
 def make_texts(words: list[int], draw: random.Random, vocabulary: list[str]) -> list[str]:
     return [" ".join(draw.choices(vocabulary, k=count)) for count in words]
-
-
-def write_folder(vocabulary: Path, root: Path) -> Path:
-    """As sentence-transformers saves it."""
-    import transformers
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
-    from tokenizers import BertWordPieceTokenizer
-
-    torch.manual_seed(0)
-    config = transformers.BertConfig(**FIELDS, max_position_embeddings=LONGEST)
-    transformers.AutoModel.from_config(config).save_pretrained(root / "plain")
-    words = BertWordPieceTokenizer(str(vocabulary), lowercase=True)._tokenizer
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **SPECIAL)
-    tokenizer.model_max_length = LONGEST
-    tokenizer.save_pretrained(root / "plain")
-    modules = [Transformer(str(root / "plain")), Pooling(FIELDS["hidden_size"], "mean"), Normalize()]
-    SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(root / "saved"))
-    return root / "saved"
 
 
 def whole_words(path: Path) -> list[str]:
@@ -230,7 +211,9 @@ def soak(options: argparse.Namespace, pythons: dict[str, str], root: Path) -> di
     from common import PORT, running
 
     vocabulary = options.data / "vocab/bert-base-uncased/vocab.txt"
-    folder, words = write_folder(vocabulary, root), whole_words(vocabulary)
+    fields = {**FIELDS, "max_position_embeddings": LONGEST}
+    folder = write_encoder("BertConfig", fields, "mean", LONGEST, vocabulary, root)
+    words = whole_words(vocabulary)
     task = {"folder": str(folder), "vocabulary": str(vocabulary.resolve()), "scratch": str(root)}
     task["threads"] = torch.get_num_threads()
     command = ["-m", "fastbert", "serve", str(folder), "--device", "cpu", "--dtype", "float32", "--port", str(PORT)]

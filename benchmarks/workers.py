@@ -28,6 +28,28 @@ BACKEND_PACKAGES = {"onnx": ("onnxruntime", "optimum-onnx"), "openvino": ("openv
 SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
 
 
+def write_encoder(kind: str, fields: dict[str, Any], pooling: str, longest: int, vocabulary: Path, root: Path) -> Path:
+    """A model with random weights and BERT's tokenizer, as sentence-transformers saves it.
+
+    kind: the name of its config in transformers. longest: in tokens.
+    """
+    import torch
+    import transformers
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+    from tokenizers import BertWordPieceTokenizer
+
+    torch.manual_seed(0)
+    transformers.AutoModel.from_config(getattr(transformers, kind)(**fields)).save_pretrained(root / "plain")
+    words = BertWordPieceTokenizer(str(vocabulary), lowercase=True)._tokenizer
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **SPECIAL)
+    tokenizer.model_max_length = longest
+    tokenizer.save_pretrained(root / "plain")
+    modules = [Transformer(str(root / "plain")), Pooling(fields["hidden_size"], pooling), Normalize()]
+    SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(root / "saved"))
+    return root / "saved"
+
+
 def package_versions(backend: str) -> dict[str, str]:
     """Of a worker's packages."""
     return {name: importlib.metadata.version(name) for name in PACKAGES + BACKEND_PACKAGES.get(backend, ())}
