@@ -5,7 +5,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <new>
+#include <utility>
 #include <vector>
 
 #include "../include/scratch.h"
@@ -16,53 +18,74 @@ namespace {
 
 constexpr int64_t kLine = 64;
 constexpr int64_t kMostKept = int64_t{256} << 20;
-constexpr int64_t kSmall = int64_t{64} << 10;  // the allocator serves these at once
 
 std::shared_ptr<Block> filled(std::shared_ptr<Block> block) {
   if (is_filling_memory()) std::memset(block->data(), 0xff, static_cast<size_t>(block->bytes()));
   return block;
 }
 
-// Blocks that one thread uses again.
-class KeptBlocks {
+// The memory of one thread. Each part lies in the first gap that holds it. A part for which there is too little memory
+// has a block of its own, but takes its place here all the same: once all parts are given back, the arena is made as
+// long as those places would have been. So it is as long as the largest call needs, whatever calls come in between.
+class Arena : public std::enable_shared_from_this<Arena> {
  public:
-  // takes_any_size: what is large serves what is small, too, and nothing smaller is kept beside it; otherwise it serves
-  // no less than half of itself.
-  explicit KeptBlocks(bool takes_any_size) : takes_any_size_(takes_any_size) {}
-
-  std::shared_ptr<Block> take(int64_t bytes) {
-    // With fences each ends where it should: what is kept may be longer.
-    const bool must_be_new = is_filling_memory() || kFence > 0;
-    if (bytes < kSmall || bytes > kMostKept || must_be_new) return new_block(bytes);
-    int64_t total = bytes;
-    const std::shared_ptr<Block>* best = nullptr;
-    for (const auto& block : blocks_) {
-      total += block->bytes();
-      const bool fits =
-          block.use_count() == 1 && block->bytes() >= bytes && (takes_any_size_ || block->bytes() / 2 <= bytes);
-      if (fits && (best == nullptr || block->bytes() < (*best)->bytes())) best = &block;
+  std::shared_ptr<void> take(int64_t bytes, void** data) {
+    // With fences each ends where it should, and what is to be filled must be new.
+    if (is_filling_memory() || kFence > 0) {
+      auto block = new_block(bytes);
+      *data = block->data();
+      return block;
     }
-    if (best != nullptr) return *best;
-    // Those that the new one serves for go, or there would be one for each batch that was the largest so far; and the
-    // oldest, where there is no room.
-    blocks_.erase(std::remove_if(blocks_.begin(), blocks_.end(),
-                                 [&](const std::shared_ptr<Block>& block) {
-                                   const bool is_served =
-                                       block->bytes() < bytes && (takes_any_size_ || bytes / 2 <= block->bytes());
-                                   const bool goes = (is_served || total > kMostKept) && block.use_count() == 1;
-                                   total -= goes ? block->bytes() : 0;
-                                   return goes;
-                                 }),
-                  blocks_.end());
-    if (total > kMostKept) return new_block(bytes);  // given back with the call
-    blocks_.push_back(lasting_block(bytes));
-    return blocks_.back();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (taken_.empty() && size() < most_) {
+      memory_.reset();  // before it takes new memory
+      memory_ = lasting_block(most_);
+    }
+    const int64_t length = std::max(kLine, (bytes + kLine - 1) / kLine * kLine);
+    int64_t begin = 0;
+    auto next = taken_.begin();
+    for (; next != taken_.end() && next->begin - begin < length; ++next) begin = next->end;
+    if (begin + length <= kMostKept) most_ = std::max(most_, begin + length);
+    const bool fits = begin + length <= size();
+    auto block = fits ? memory_ : lasting_block(length);
+    *data = block->data() + (fits ? begin : 0);
+    taken_.insert(next, {begin, begin + length});
+    return std::make_shared<Part>(shared_from_this(), std::move(block), begin);
   }
 
  private:
-  bool takes_any_size_;
-  std::vector<std::shared_ptr<Block>> blocks_;
+  struct Range {
+    int64_t begin, end;
+  };
+
+  struct Part {
+    std::shared_ptr<Arena> arena;
+    std::shared_ptr<Block> block;
+    int64_t begin;
+
+    Part(std::shared_ptr<Arena> arena, std::shared_ptr<Block> block, int64_t begin)
+        : arena(std::move(arena)), block(std::move(block)), begin(begin) {}
+    ~Part() { arena->give(begin); }
+  };
+
+  int64_t size() const { return memory_ == nullptr ? 0 : memory_->bytes(); }
+
+  void give(int64_t begin) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    taken_.erase(std::find_if(taken_.begin(), taken_.end(), [&](const Range& range) { return range.begin == begin; }));
+  }
+
+  std::mutex mutex_;  // another thread may hold a part last
+  std::shared_ptr<Block> memory_;
+  std::vector<Range> taken_;  // in order
+  int64_t most_ = 0;          // where the last part ended, at most
 };
+
+Array taken(Arena& arena, const Shape& sizes, ScalarType dtype) {
+  void* data = nullptr;
+  auto memory = arena.take(sizes.product() * element_size(dtype), &data);
+  return Array(std::move(memory), data, sizes, dtype);
+}
 
 }  // namespace
 
@@ -88,15 +111,13 @@ std::shared_ptr<Block> new_block(int64_t bytes) { return filled(std::make_shared
 std::shared_ptr<Block> lasting_block(int64_t bytes) { return filled(std::make_shared<Block>(bytes, true)); }
 
 Array workspace(const Shape& sizes, ScalarType dtype) {
-  static thread_local KeptBlocks kept(false);
-  const auto block = kept.take(sizes.product() * element_size(dtype));
-  return Array(block, block->data(), sizes, dtype);
+  static thread_local const auto arena = std::make_shared<Arena>();
+  return taken(*arena, sizes, dtype);
 }
 
 Array panels_workspace(int64_t bytes) {
-  static thread_local KeptBlocks kept(true);
-  const auto block = kept.take(bytes);
-  return Array(block, block->data(), {bytes}, ScalarType::Byte);
+  static thread_local const auto arena = std::make_shared<Arena>();
+  return taken(*arena, {bytes}, ScalarType::Byte);
 }
 
 }  // namespace fastbert

@@ -31,9 +31,9 @@ std::shared_ptr<Block> new_block(int64_t bytes);
 // step of DeBERTa-base on four texts of 512 tokens held 1.4 GB that nobody used.
 std::shared_ptr<Block> lasting_block(int64_t bytes);
 
-// Uninitialised memory that the calling thread keeps, up to 256 MB in all, and hands out again once nothing holds it: a
-// large piece of the system allocator's goes back to the system each time, and its pages' faults are 1.5 % of a whole
-// forward pass of four texts of 512 tokens in float32.
+// Uninitialised memory that the calling thread keeps, as much as its largest call needs and 256 MB at most. A large
+// piece of the system allocator's goes back to the system each time, and its pages' faults are 1.5 % of a whole forward
+// pass of four texts of 512 tokens in float32. A call gives back all that it takes: until then the memory cannot grow.
 Array workspace(const Shape& sizes, ScalarType dtype);
 
 // The same for weights packed for one product, of which as much is kept beside: activations, which grow with a batch,
