@@ -19,6 +19,8 @@ void maxsim_fwd(const MaxSimFwd& args, int64_t document_begin, int64_t document_
                winner_stride);
 }
 
+void maxsim_strips(char* panels, int64_t count, int64_t steps) { FASTBERT_RUN(maxsim_strips, panels, count, steps); }
+
 namespace {
 
 // to += scale * x

@@ -12,7 +12,7 @@ namespace fastbert {
 constexpr float kNoDocument = -1e9f;
 
 struct MaxSimFwd {
-  const char* panels;  // of the queries' tokens, packed (pack_panels)
+  const char* panels;  // of the queries' tokens, packed (pack_panels, maxsim_strips)
   DType format;        // of the panels
   int64_t width;
   const int64_t* columns;       // (queries,): where each query's tokens begin among the panels' columns
@@ -23,6 +23,9 @@ struct MaxSimFwd {
   RowsArg documents;            // (tokens, width); int8 rows have a scale each, and go with int8 panels
   const int32_t* cu_seqlens_d;
 };
+
+// `count` panels of `steps` steps, in place: from as pack_panels leaves them to as maxsim_fwd reads them.
+void maxsim_strips(char* panels, int64_t count, int64_t steps);
 
 // Documents [document_begin, document_end) with queries [query_begin, query_end), whose columns follow each other.
 // scores: of the first query and the first document; a query's stand `score_stride` after those of the one before.

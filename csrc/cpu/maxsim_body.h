@@ -19,6 +19,29 @@ constexpr int64_t kMaxSimChain = std::is_same_v<Dot, Float32Dot> ? 256
                                  : std::is_same_v<Dot, Int8Dot>  ? 1 << 30
                                                                  : 128;
 
+// Columns of a tile. Where a tile is narrower than a panel, the queries' panels are laid out in strips of its width,
+// one behind the other: the lines of a strip within a panel are four apart, and those of 128 steps take all ways of a
+// quarter of a first-level cache of 32 KB. Beside the rows no line stayed until the next tile came (by simulation of
+// that cache: 1.1 misses a step; in strips 0.2).
+constexpr int64_t kStrip = kTileVectors * kWidth;
+
+// `count` panels, from as they are packed to strips.
+void maxsim_strips(char* panels, int64_t count, int64_t steps) {
+  if constexpr (kStrip < kPanel) {
+    static thread_local Scratch memory;
+    char* packed = memory.get(steps * kStepBytes);
+    for (int64_t p = 0; p < count; ++p) {
+      char* panel = panels + p * steps * kStepBytes;
+      std::memcpy(packed, panel, static_cast<size_t>(steps * kStepBytes));
+      for (int64_t c = 0; c < kPanel; c += kStrip) {
+        for (int64_t step = 0; step < steps; ++step, panel += kStrip * 4) {
+          std::memcpy(panel, packed + step * kStepBytes + c * 4, kStrip * 4);
+        }
+      }
+    }
+  }
+}
+
 // Memory that is read next, the block behind this one: each tile asks for the share of its rows.
 struct Ahead {
   const char* next;
@@ -68,7 +91,7 @@ void maxsim_product(int64_t rows, const Rows& x, const char* panel, int64_t step
     if (whole == 0 && !narrow) ahead.fetch(row, height, rows);
     for (int64_t step = whole; step == whole || step < steps; step += kMaxSimChain<Dot>) {
       const int64_t count = std::min(steps - step, kMaxSimChain<Dot>);
-      const char *from = x.data + row * x.stride + step * 4, *of_panel = panel + step * kStepBytes;
+      const char *from = x.data + row * x.stride + step * 4, *of_panel = panel + step * kStrip * 4;
       char* to = sums + row * kStepBytes;
       if (narrow) {
         if constexpr (kHasNarrow) {
@@ -82,7 +105,10 @@ void maxsim_product(int64_t rows, const Rows& x, const char* panel, int64_t step
           }
         }
       } else {
-        tile_rows<Dot>(height, from, x.stride, 4, of_panel, count, columns, accumulate || step > 0, to);
+        for (int64_t c = 0; c < columns; c += kStrip) {
+          tile_rows<Dot, kStepBytes, kStrip * 4>(height, from, x.stride, 4, of_panel + c * steps * 4, count, kStrip,
+                                                 accumulate || step > 0, to + c * 4);
+        }
       }
     }
     row += height;

@@ -58,8 +58,9 @@ constexpr bool kIsSplit = kSplitsBytes && std::is_same_v<Dot, Int8Dot>;
 // what is there if `accumulate`. Strides are in bytes: a matrix as it lies has steps 4 apart, a packed panel serves as
 // its own transpose with rows 4 and steps kStepBytes apart. Each step also asks for kFetch cache lines from `fetch` on:
 // what is needed next comes into the second-level cache while the vector units are busy. Rows of `sums` are kSumBytes
-// apart.
-template <typename Dot, int kRows, int kVectors, int kFetch = 0, int64_t kSumBytes = kStepBytes>
+// apart, steps of the panel kPanelBytes.
+template <typename Dot, int kRows, int kVectors, int kFetch = 0, int64_t kSumBytes = kStepBytes,
+          int64_t kPanelBytes = kStepBytes>
 FASTBERT_SIMD void tile(const char* a, int64_t row_stride, int64_t step_stride, const char* panel, int64_t steps,
                         bool accumulate, char* sums, const char* fetch = nullptr) {
   using Sum = typename Dot::Sum;
@@ -69,8 +70,10 @@ FASTBERT_SIMD void tile(const char* a, int64_t row_stride, int64_t step_stride, 
   }
   for (int64_t step = 0; step < steps; ++step) {
     for (int line = 0; line < kFetch; ++line) __builtin_prefetch(fetch + (step * kFetch + line) * 64, 0, 2);
-    if constexpr (kVectors * kWidth < kPanel) __builtin_prefetch(panel + (step + kStepsAhead) * kStepBytes, 0, 3);
-    const char* of_step = panel + step * kStepBytes;
+    if constexpr (kVectors * kWidth * 4 < kPanelBytes) {
+      __builtin_prefetch(panel + (step + kStepsAhead) * kPanelBytes, 0, 3);
+    }
+    const char* of_step = panel + step * kPanelBytes;
     Ints b[kVectors];
     for (int v = 0; v < kVectors; ++v) b[v] = load(reinterpret_cast<const int32_t*>(of_step) + v * kWidth);
     for (int r = 0; r < kRows; ++r) {
@@ -95,7 +98,7 @@ FASTBERT_SIMD void tile(const char* a, int64_t row_stride, int64_t step_stride, 
 
 // As tile, for `columns` (rounded up to what a tile has) of the panel, and with `lines` (0, 1, 2 or 4) cache lines
 // fetched a step where a tile has the panel's width.
-template <typename Dot, int kRows, int64_t kSumBytes = kStepBytes>
+template <typename Dot, int kRows, int64_t kSumBytes = kStepBytes, int64_t kPanelBytes = kStepBytes>
 void tile_row(const char* a, int64_t row_stride, int64_t step_stride, const char* panel, int64_t steps, int64_t columns,
               bool accumulate, char* sums, int64_t lines, const char* fetch) {
   constexpr int64_t kColumns = kTileVectors * kWidth;
@@ -114,40 +117,40 @@ void tile_row(const char* a, int64_t row_stride, int64_t step_stride, const char
     }
   }
   for (int64_t c = 0; c < columns; c += kColumns) {
-    tile<Dot, kRows, kTileVectors, 0, kSumBytes>(a, row_stride, step_stride, panel + c * 4, steps, accumulate,
-                                                 sums + c * 4);
+    tile<Dot, kRows, kTileVectors, 0, kSumBytes, kPanelBytes>(a, row_stride, step_stride, panel + c * 4, steps,
+                                                              accumulate, sums + c * 4);
   }
 }
 
-template <typename Dot, int64_t kSumBytes = kStepBytes>
+template <typename Dot, int64_t kSumBytes = kStepBytes, int64_t kPanelBytes = kStepBytes>
 FASTBERT_SIMD void tile_rows(int64_t rows, const char* a, int64_t row_stride, int64_t step_stride, const char* panel,
                              int64_t steps, int64_t columns, bool accumulate, char* sums, int64_t lines = 0,
                              const char* fetch = nullptr) {
   if constexpr (kMostTileRows == 7) {
     if (rows == 7) {
-      return tile_row<Dot, 7, kSumBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines,
-                                         fetch);
+      return tile_row<Dot, 7, kSumBytes, kPanelBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate,
+                                                      sums, lines, fetch);
     }
   }
   switch (rows) {
     case 1:
-      return tile_row<Dot, 1, kSumBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines,
-                                         fetch);
+      return tile_row<Dot, 1, kSumBytes, kPanelBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate,
+                                                      sums, lines, fetch);
     case 2:
-      return tile_row<Dot, 2, kSumBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines,
-                                         fetch);
+      return tile_row<Dot, 2, kSumBytes, kPanelBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate,
+                                                      sums, lines, fetch);
     case 3:
-      return tile_row<Dot, 3, kSumBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines,
-                                         fetch);
+      return tile_row<Dot, 3, kSumBytes, kPanelBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate,
+                                                      sums, lines, fetch);
     case 4:
-      return tile_row<Dot, 4, kSumBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines,
-                                         fetch);
+      return tile_row<Dot, 4, kSumBytes, kPanelBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate,
+                                                      sums, lines, fetch);
     case 5:
-      return tile_row<Dot, 5, kSumBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines,
-                                         fetch);
+      return tile_row<Dot, 5, kSumBytes, kPanelBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate,
+                                                      sums, lines, fetch);
     default:
-      return tile_row<Dot, 6, kSumBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines,
-                                         fetch);
+      return tile_row<Dot, 6, kSumBytes, kPanelBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate,
+                                                      sums, lines, fetch);
   }
 }
 

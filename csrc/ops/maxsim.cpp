@@ -53,15 +53,17 @@ struct PackedQueries {
     args.format = format;
     args.packed = memory.data<char>() + first_panel * panel_bytes(format, width);
     if (row_offsets.defined()) args.channel_offset = row_offsets.data<int32_t>() + first_panel * kPanel;
-    pack_panels(args, 0, num_panels(end - begin));
-    if (begins.empty()) return;
-    const size_t first = values.size();
-    int32_t* of_these = begins.data() + first_panel * kPanel;
-    count_residuals(args, of_these);
-    for (int64_t c = 0; c <= num_panels(end - begin) * kPanel; ++c) of_these[c] += static_cast<int32_t>(first);
-    values.resize(static_cast<size_t>(of_these[num_panels(end - begin) * kPanel]));
-    split_panels(args.packed, panel_bytes(format, width) / (kPanel * 4), 0, num_panels(end - begin), of_these,
-                 values.data());
+    const int64_t count = num_panels(end - begin), steps = panel_bytes(format, width) / (kPanel * 4);
+    pack_panels(args, 0, count);
+    if (!begins.empty()) {
+      const size_t first = values.size();
+      int32_t* of_these = begins.data() + first_panel * kPanel;
+      count_residuals(args, of_these);
+      for (int64_t c = 0; c <= count * kPanel; ++c) of_these[c] += static_cast<int32_t>(first);
+      values.resize(static_cast<size_t>(of_these[count * kPanel]));
+      split_panels(args.packed, steps, 0, count, of_these, values.data());
+    }
+    maxsim_strips(args.packed, count, steps);
   }
 };
 
