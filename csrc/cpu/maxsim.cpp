@@ -8,6 +8,7 @@
 #include "../include/scratch.h"
 
 #define FASTBERT_BODY "../cpu/maxsim_body.h"
+#define FASTBERT_USES_VNNI
 #define FASTBERT_USES_AMX
 #include "../include/foreach_isa.h"
 

@@ -1,4 +1,7 @@
 // What int8 panels were split of (gemm.h), for one ISA; included by gemm_body.h and maxsim_body.h.
+#if !defined(FASTBERT_USES_VNNI)
+#error "without it a processor with VNNI runs the copy for split panels, and its panels are not split"
+#endif
 
 // Rows of bytes (rows, steps of four bytes) as (steps, rows), so that a vector has a step of several rows.
 struct StepsOfRows {

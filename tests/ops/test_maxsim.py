@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from isas import OF_FLOATS, backend_with_isa
+from isas import CPU_BACKENDS, OF_FLOATS, backend_with_isa
 
 from fastbert import ops
 from fastbert.native.availability import extension_error
@@ -16,6 +16,7 @@ from fastbert.testing.numerics import assert_close_to_reference
 
 DTYPES = (torch.float32, torch.bfloat16)
 each_backend = pytest.mark.parametrize("backend", ("torch", *OF_FLOATS, "triton"))
+each_of_int8 = pytest.mark.parametrize("backend", ("torch", *CPU_BACKENDS, "triton"))
 needs_kernels = pytest.mark.skipif(extension_error() is not None, reason=f"{extension_error()}")
 
 
@@ -65,7 +66,7 @@ def test_a_nan_stays_in_the_scores_of_its_own(backend):
             assert torch.equal(scores[:, left], clean[:, left])
 
 
-@each_backend
+@each_of_int8
 def test_int8_documents_and_the_queries_that_are_rounded_like_them(backend):
     """To the last digit: sums of whole numbers are exact. What the rounding costs of a score is below 1 %."""
     (queries, of_q), (documents, of_d) = packed((32, 20, 1), 128), packed((50, 200, 3), 128, seed=1)
@@ -84,7 +85,7 @@ def test_int8_documents_and_the_queries_that_are_rounded_like_them(backend):
     torch.testing.assert_close(halves, exact, rtol=0.02, atol=0.04)
 
 
-@each_backend
+@each_of_int8
 def test_int8_numbers_as_large_as_there_are(backend):
     """Queries of plus and minus one, which become 127: two products of them have more than 16 bits."""
     (queries, of_q), (documents, of_d) = packed((40, 1, 30), 67), packed((100, 3, 8, 9), 67, seed=1)
