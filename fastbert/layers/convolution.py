@@ -29,7 +29,7 @@ def _convolved(root: nn.Module, spec: ConvSpec, x: torch.Tensor, context: LayerC
     """
     batch = context.batch
     width, slots = batch.grid_slots()
-    grid = x.new_zeros(batch.batch_size * width + 1, x.shape[1]).index_copy(0, slots, x)
+    grid = x.new_zeros(batch.batch_size * width + 1, x.shape[1]).index_copy_(0, slots, x)
     columns = grid[:-1].view(batch.batch_size, width, -1).transpose(1, 2)
     out = get_leaf(root, f"{spec.path}.conv")(columns).transpose(1, 2).flatten(0, 1)
     packed = torch.cat((out, out.new_zeros(1, out.shape[1]))).index_select(0, slots)

@@ -28,7 +28,7 @@ class ScaledEmbedding(nn.Embedding):
         rows = ops.embed_layer_norm(ids, None, None, self.weight, None, None, None, None, padding_idx=padding)
         # Rounded to float32 first, as transformers keeps it.
         scale = torch.tensor(self.scale, dtype=torch.float32, device=rows.device).to(rows.dtype)
-        return (rows * scale).view(*input_ids.shape, self.embedding_dim)
+        return rows.mul_(scale).view(*input_ids.shape, self.embedding_dim)
 
 
 class EmbeddingIds(NamedTuple):

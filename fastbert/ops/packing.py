@@ -108,7 +108,7 @@ def unpack(packed: torch.Tensor, indices: torch.Tensor, num_rows: int, *, backen
     """
     check_devices("unpack", packed=packed, indices=indices)
     if select("unpack", backend, packed) is Backend.TORCH:
-        return packed.new_zeros(num_rows, *packed.shape[1:]).index_copy(0, indices, packed)
+        return packed.new_zeros(num_rows, *packed.shape[1:]).index_copy_(0, indices, packed)
     _check_indices("unpack", indices)
     if indices.shape[0] != packed.shape[0]:
         raise ValueError(f"unpack: there are {indices.shape[0]} indices for {packed.shape[0]} tokens")

@@ -213,7 +213,7 @@ def _attention_bucketed(q, k, v, buckets, options, relative: Relative | None):
     if not pieces:
         return _zeros_of_nothing(q.shape, q, k, v, *_tables_of(relative))
     # Tokens of no bucket (padding rows beyond cu_seqlens[-1]) stay zero. Autocast may lower the dtype.
-    return pieces[0].new_zeros(q.shape).index_copy(0, torch.cat(order), torch.cat(pieces))
+    return pieces[0].new_zeros(q.shape).index_copy_(0, torch.cat(order), torch.cat(pieces))
 
 
 def _padded_slots(total_tokens, cu_seqlens, max_seqlen):
