@@ -1,14 +1,12 @@
 // The extension module: the CPU kernels of the schemas in fastbert/ops/*.py, and the choice of ISA.
 
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "dict_entries.h"
 #include "include/isa.h"
+#include "include/pybind.h"
 #include "ops/adamw.h"
 #include "ops/attention.h"
 #include "ops/attention_relative.h"

@@ -2,7 +2,7 @@
 // (fastbert/layers/guard.py). Hundreds of them stand before each text, and none is in a cache any more.
 #pragma once
 
-#include <pybind11/pybind11.h>
+#include "include/pybind.h"
 
 namespace fastbert {
 

@@ -245,6 +245,22 @@ def test_the_cpu_kernels_are_cpp17():
     check_cpu_kernels()
 
 
+def test_pybind11_is_read_where_torch_closes_it(tmp_path):
+    """torch 2.11 closes pybind11's headers, too, to those who build for its stable ABI: nothing was compiled there."""
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    (tmp_path / "pybind11").mkdir()
+    for name in ("pybind11.h", "stl.h"):
+        (tmp_path / "pybind11" / name).write_text("#ifdef TORCH_TARGET_VERSION\n#error closed\n#endif\n")
+    source = tmp_path / "small.cpp"
+    source.write_text('#include "include/pybind.h"\nstatic_assert(TORCH_TARGET_VERSION == 7);\n')
+    flags = ["-DTORCH_TARGET_VERSION=7", f"-I{tmp_path}", f"-I{ROOT / 'csrc'}"]
+    run([compiler, "-std=c++17", "-fsyntax-only", *flags, str(source)], ROOT)
+    including = [p.name for p in ROOT.glob("csrc/**/*.*") if "#include <pybind11/" in p.read_text(encoding="utf-8")]
+    assert including == ["pybind.h"]
+
+
 X86_HEADERS = ("cpuid.h", "immintrin.h")
 # Every other header first: the C library's must still know which machine this is. What is not in a header is poisoned.
 NO_X86 = """
