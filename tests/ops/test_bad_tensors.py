@@ -22,6 +22,8 @@ from fastbert.testing import reference
 from fastbert.testing.cases import Lengths
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
+pytestmark = pytest.mark.usefixtures("own_products")
+
 CASE = Lengths("", (5, 0, 9), padding_rows=2)
 OFFSETS, TOKENS = CASE.cu_seqlens, CASE.total_tokens
 

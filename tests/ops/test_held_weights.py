@@ -21,6 +21,8 @@ if extension_error() is not None:
     pytest.skip(extension_error(), allow_module_level=True)
 from fastbert import _C
 
+pytestmark = pytest.mark.usefixtures("own_products")
+
 IDS = torch.tensor([[3, 9, 4, 1, 7]])
 WAYS = {"one op": ("encoder_cpu",), "layers": ("encoder_layers_cpu",), "leaves": ("linear_cpu", "feed_forward_cpu")}
 each_way = pytest.mark.parametrize("way", WAYS)

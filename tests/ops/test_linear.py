@@ -16,6 +16,8 @@ from fastbert.native.availability import extension_error
 from fastbert.testing import reference
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
 
+pytestmark = pytest.mark.usefixtures("own_products")
+
 if extension_error() is not None:
     pytest.skip(extension_error(), allow_module_level=True)
 

@@ -23,6 +23,8 @@ if extension_error() is not None:
     pytest.skip(extension_error(), allow_module_level=True)
 from fastbert import _C
 
+pytestmark = pytest.mark.usefixtures("own_products")
+
 ROWS = _C.most_rows_without_copy + 1
 OUT, IN = 128, 64
 ONE = OUT * IN * 4
