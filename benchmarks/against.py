@@ -25,10 +25,18 @@ from pathlib import Path
 
 SHAPES = {"1x16": (1, 16), "1x128": (1, 128), "8x128": (8, 128), "4x512": (4, 512), "ragged": None}
 RAGGED = (12, 31, 55, 7, 90, 44, 167, 23, 61, 18, 102, 36, 5, 73, 49, 28)
-SIZES = {
+# Of each way through the kernels one: a rate is a layer's, so all but MiniLM and BERT-base have few of them.
+MODELS = {
     "minilm": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
     "base": {},
-}
+    "modernbert": {"model_type": "modernbert", "num_hidden_layers": 4, "pad_token_id": 0},
+    "nomic": {"model_type": "nomic_bert", "num_hidden_layers": 3},
+    "deberta": {
+        "model_type": "deberta-v2", "num_hidden_layers": 3, "relative_attention": True, "share_att_key": True,
+        "pos_att_type": ["p2c", "c2p"], "position_buckets": 256, "norm_rel_ebd": "layer_norm",
+        "position_biased_input": False,
+    },
+}  # fmt: skip
 
 GROUPED = ("gemma3_text", "qwen3", "ultrabert")  # whose configs have more heads of keys than two
 
@@ -134,14 +142,15 @@ def serve() -> None:
     torch.set_num_threads(2)
     made: dict = {}
     for line in sys.stdin:
-        size, dtype, shape, calls = json.loads(line)
-        if (size, dtype) not in made:
+        name, dtype, shape, calls = json.loads(line)
+        head = "SequenceClassification" if shape == "training" else "Model"
+        if (name, dtype, head) not in made:
             made.clear()
-            model = make("bert", "SequenceClassification" if shape == "training" else "Model", **SIZES[size]).eval()
+            model = make(**{"model_type": "bert", "head": head, **MODELS[name]}).eval()
             if dtype == "int8":
                 model = fastbert.quantize(model, "int8")
-            made[size, dtype] = model.to(getattr(torch, "bfloat16" if dtype == "int8" else dtype))
-        model = made[size, dtype]
+            made[name, dtype, head] = model.to(getattr(torch, "bfloat16" if dtype == "int8" else dtype))
+        model = made[name, dtype, head]
         generator = torch.Generator().manual_seed(2)
         if shape in ("ragged", "training"):
             lengths = torch.tensor(RAGGED * 2)
@@ -173,21 +182,21 @@ def start(root: Path, task: str, **pipes) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, __file__, str(root)], cwd=root, env=environment, text=True, **pipes)
 
 
-def compare_speed(mine: Path, other: Path, rounds: int, sizes: list[str]) -> int:
+def compare_speed(mine: Path, other: Path, rounds: int, models: list[str]) -> int:
     roots = {"this": mine, "other": other}
     servers = {n: start(r, "serve", stdin=subprocess.PIPE, stdout=subprocess.PIPE) for n, r in roots.items()}
-    cases = [(s, d, n) for s in sizes for d in ("float32", "bfloat16", "int8") for n in SHAPES]
-    cases += [(s, d, "training") for s in sizes for d in ("float32", "bfloat16") if s != "base"]
+    cases = [(m, d, s) for m in models for d in ("float32", "bfloat16", "int8") for s in SHAPES]
+    cases += [(m, d, "training") for m in models for d in ("float32", "bfloat16") if m != "base"]
     cases.sort(key=lambda case: (case[0], case[2] == "training", case[1]))
     slowest = 2.0
-    print("size    dtype     shape     this ms  other ms  other/this (quartiles over rounds)")
-    for size, dtype, shape in cases:
+    print("model      dtype     shape     this ms  other ms  other/this (quartiles over rounds)")
+    for model, dtype, shape in cases:
         medians: dict[str, list[float]] = {name: [] for name in roots}
         for turn in range(rounds + 1):
             names = list(roots) if turn % 2 else list(roots)[::-1]
             for name in names:
                 calls = 5 if shape == "training" else 60 if shape == "1x16" else 20 if shape == "1x128" else 5
-                print(json.dumps([size, dtype, shape, calls]), file=servers[name].stdin, flush=True)
+                print(json.dumps([model, dtype, shape, calls]), file=servers[name].stdin, flush=True)
                 seconds = json.loads(servers[name].stdout.readline())
                 if turn:  # the first round packs weights and warms up
                     medians[name].append(statistics.median(seconds))
@@ -196,7 +205,7 @@ def compare_speed(mine: Path, other: Path, rounds: int, sizes: list[str]) -> int
         low, middle, high = statistics.quantiles(ratios, n=4)
         slowest = min(slowest, middle)
         times = " ".join(f"{1e3 * statistics.median(medians[name]):9.2f}" for name in roots)
-        print(f"{size:7} {dtype:9} {shape:9}{times}  {middle:6.3f} ({low:.3f} to {high:.3f})", flush=True)
+        print(f"{model:10} {dtype:9} {shape:9}{times}  {middle:6.3f} ({low:.3f} to {high:.3f})", flush=True)
     for server in servers.values():
         server.stdin.close()
         server.wait()
@@ -266,7 +275,7 @@ def main() -> int:
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--code", action="store_true")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--size", choices=SIZES, action="append", help="default: all")
+    parser.add_argument("--model", choices=MODELS, action="append", help="for --speed, default: all")
     options = parser.parse_args()
     mine, other = Path(__file__).resolve().parents[1], options.other.resolve()
     if not (other / "fastbert").is_dir():
@@ -274,7 +283,7 @@ def main() -> int:
     if options.code:
         return compare_code(mine, other)
     if options.speed:
-        return compare_speed(mine, other, options.rounds, options.size or [*SIZES])
+        return compare_speed(mine, other, options.rounds, options.model or [*MODELS])
     return compare_bits(mine, other)
 
 

@@ -38,7 +38,7 @@ def decoder_masks(config: Any, input_ids: torch.Tensor, attention_mask: torch.Te
     """
     column = torch.arange(input_ids.shape[1])
     behind = (column[:, None] - column)[None, None]  # how far a key is behind the query
-    both_ways, masks = getattr(config, "use_bidirectional_attention", False), {}
+    both_ways, masks = config.model_type == "gemma3_text" and config.use_bidirectional_attention, {}
     for kind in dict.fromkeys(config.layer_types):
         rules = [] if both_ways else [behind >= 0]
         if kind == "sliding_attention":

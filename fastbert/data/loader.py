@@ -104,7 +104,7 @@ def read(loader: DataLoader) -> Generator[Any]:
             if batch is None:
                 return
             yield batch
-    except Exception as error:
+    except Exception as error:  # a loader raises what its data set does
         is_reading = False
         # The workers end with the iterator, which the error's frames hold. Left to Python's collector, torch would wait
         # five seconds for them: the collector closes the queue that is to tell them first.
