@@ -32,9 +32,9 @@ MODELS = {
     "modernbert": {"model_type": "modernbert", "num_hidden_layers": 4, "pad_token_id": 0},
     "nomic": {"model_type": "nomic_bert", "num_hidden_layers": 3},
     "deberta": {
-        "model_type": "deberta-v2", "num_hidden_layers": 3, "relative_attention": True, "share_att_key": True,
-        "pos_att_type": ["p2c", "c2p"], "position_buckets": 256, "norm_rel_ebd": "layer_norm",
-        "position_biased_input": False,
+        "model_type": "deberta-v2", "num_hidden_layers": 3, "hidden_size": 768, "num_attention_heads": 12,
+        "intermediate_size": 3072, "relative_attention": True, "share_att_key": True, "pos_att_type": ["p2c", "c2p"],
+        "position_buckets": 256, "norm_rel_ebd": "layer_norm", "position_biased_input": False,
     },
 }  # fmt: skip
 
