@@ -108,6 +108,8 @@ def check_pair(name: str, pair: Any) -> tuple[str, str]:
 def check_text(name: str, text: str) -> None:
     if not isinstance(text, str):
         raise TypeError(f"{name} is a {type(text).__name__}, not a string")
+    if text.isascii():  # known without a look at it
+        return
     try:
         text.encode()
     except UnicodeEncodeError as error:

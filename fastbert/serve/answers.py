@@ -16,6 +16,7 @@ from fastbert.sentences import Reranker
 from fastbert.sentences.scorer import SequenceScorer
 from fastbert.serve import json_text
 from fastbert.serve.engine import Engine
+from fastbert.serve.json_text import MadeJson
 
 PART = 1 << 16  # bytes, between which others have their turn
 AT_ONCE = 4096  # numbers, or entries of a list, to JSON: other requests wait for so many
@@ -33,7 +34,9 @@ async def as_json(content: Any) -> Response:
 
 def json_parts(content: Any) -> Iterator[bytes]:
     """What json_text.dumps gives, in parts. The entries of a list are all alike."""
-    if _is_small(content):
+    if isinstance(content, MadeJson):
+        yield content
+    elif _is_small(content):
         yield json_text.dumps(content)
     elif isinstance(content, dict):
         for i, (name, value) in enumerate(content.items()):
@@ -58,7 +61,7 @@ def _is_small(value: Any) -> bool:
     """A number, a text or null, or an object of these."""
     if isinstance(value, dict):
         return all(not isinstance(entry, dict) and _is_small(entry) for entry in value.values())
-    return not isinstance(value, list | tuple | np.ndarray)
+    return not isinstance(value, list | tuple | np.ndarray | MadeJson)
 
 
 def unit_length(vectors: np.ndarray) -> np.ndarray:

@@ -19,6 +19,10 @@ except ImportError:
 _ESCAPES = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<lone>u[dD][89a-fA-F]..)|\\)")
 
 
+class MadeJson(bytes):
+    """The JSON of a value, which stands for it in an answer (answers.as_json)."""
+
+
 def dumps(content: Any) -> bytes:
     """The JSON of lists, objects and NumPy's arrays and numbers. A float32 has as few digits as tell it from its
     neighbours; what is not finite is null.

@@ -38,6 +38,8 @@ def test_parts_are_the_whole(has_orjson, monkeypatch):
         for content in contents():
             whole = json_text.dumps(content)
             assert b"".join(json_parts(content)) == whole
+            made = [json_text.MadeJson(whole)] * 2
+            assert b"".join(json_parts(made)) == b"[%b,%b]" % (whole, whole)
             assert bytes(asyncio.run(as_json(content)).body) == whole
     assert len(list(json_parts(contents()[7]))) == 2
 

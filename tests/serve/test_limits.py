@@ -11,7 +11,7 @@ import pytest
 import tiny
 from test_routes import app, send
 
-from fastbert.data.long_texts import pieces
+from fastbert.data.long_texts import pairs, pieces
 from fastbert.data.long_texts.template import Template
 from fastbert.serve import limits
 from fastbert.serve.engine import load_engine
@@ -99,8 +99,8 @@ def test_a_long_text_is_refused_by_its_beginning(engine, monkeypatch):
     """And one that is cut is tokenised no further."""
     monkeypatch.setattr(pieces, "PIECE_CHARS", 500)
     read: list[int] = []
-    part = pieces._count
-    monkeypatch.setattr(pieces, "_count", lambda tokenizer, text: read.append(len(text)) or part(tokenizer, text))
+    part = pairs.first_piece
+    monkeypatch.setattr(pairs, "first_piece", lambda *given: (read.append(len(one := part(*given))), one)[1])
     text = "the cat " * 5000
     refused = send(engine, "/embed", {"inputs": text})
     assert refused.status == 422 and refused.json["error"].startswith("inputs[0] has more than 64 tokens")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tokenizers import Encoding, Tokenizer
 
-from fastbert.data.long_texts.pieces import as_far_as_needed, is_long, pieces_of, uncut
+from fastbert.data.long_texts.pieces import as_far_as_needed, first_piece, is_long, pieces_of, uncut
 from fastbert.data.long_texts.template import Template
 
 
@@ -35,16 +35,22 @@ def encode(tokenizer: Tokenizer, inputs: Sequence[str | tuple[str, str]]) -> lis
     apart = set(ours)
     # The fast one gives both texts type 0 where no post-processor says otherwise.
     read_all = tokenizer.encode_batch if pairs and tokenizer.post_processor is None else tokenizer.encode_batch_fast
-    encodings: list[Any] = read_all(
-        [
-            as_far_as_needed(tokenizer, one) if isinstance(one, str) else one
-            for i, one in enumerate(inputs)
-            if i not in apart
-        ]
-    )
+    encodings = _read_all(tokenizer, read_all, [one for i, one in enumerate(inputs) if i not in apart])
     if ours:
         for i, one in zip(ours, _cut_pairs(tokenizer, [inputs[i] for i in ours]), strict=True):
             encodings.insert(i, one)
+    return encodings
+
+
+def _read_all(tokenizer: Tokenizer, read: Callable[[list[Any]], list[Any]], inputs: list[Any]) -> list[Any]:
+    """Of a long text its first piece; with many characters a token this may have too few tokens, and more is read."""
+    heads = [first_piece(tokenizer, one) if isinstance(one, str) else one for one in inputs]
+    encodings = read(heads)
+    too_short = [i for i, one in enumerate(heads) if len(one) < len(inputs[i]) and not encodings[i].overflowing]
+    if too_short:
+        more = read([as_far_as_needed(tokenizer, inputs[i]) for i in too_short])
+        for i, one in zip(too_short, more, strict=True):
+            encodings[i] = one
     return encodings
 
 
@@ -91,11 +97,11 @@ def _cut_pairs(tokenizer: Tokenizer, pairs: Sequence[Any]) -> Iterator[CutPair]:
         return [one.ids for one in counting.encode_batch_fast(texts, add_special_tokens=False)]
 
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-    short = [text for text in texts if not is_long(len(text))]
+    short = [text for text in texts if not is_long(len(text), room)]
     read = {text: _Reading(iter([ids]), direction, room) for text, ids in zip(short, ids_of(short), strict=True)}
     for text in texts:
         if text not in read:
-            pieces = pieces_of(counting, text, direction)
+            pieces = pieces_of(counting, text, direction, room)
             read[text] = _Reading((ids_of([piece])[0] for piece in pieces), direction, room)
     for pair in pairs:
         first, second = (read[text] for text in pair)
