@@ -332,8 +332,7 @@ def draw_chart(turns: list[dict[str, Any]], path: Path) -> None:
         seen = [(turn["minutes"], turn["found"][name]) for turn in turns if name in turn["found"]]
         style = {"label": name, "linewidth": 2 if name.startswith(OURS) else 1}
         memory.plot([minute for minute, _ in seen], [each["mb"] for _, each in seen], **style)
-        size = max(1, len(seen) // 12)
-        groups = [seen[i : i + size] for i in range(0, len(seen), size)]
+        groups = [seen[i * len(seen) // 12 : (i + 1) * len(seen) // 12] for i in range(12) if len(seen) >= 12]
         p99 = [percentile([each for _, each in group], 0.99) for group in groups]
         latency.plot([group[-1][0] for group in groups], p99, marker="o", markersize=3, **style)
     memory.set(ylabel="resident memory, MB", yscale="log")
