@@ -1,8 +1,8 @@
 """Texts longer than the model: `python -m benchmarks.long_texts --output benchmarks/results/<machine>`.
 
 all-MiniLM-L6-v2. Chunks of a text beside the same chunks given as texts, and the time of texts of 5,000 to 100,000
-words, in one process, in turn; medians. The highest memory of 10,000 and of 1,000,000 words, in a process each,
-of `fastbert search --windows`, too.
+words, in one process, in turn; medians. What a text costs that is cut to 512 tokens, of 512 words and of 500,000.
+The highest memory of 10,000 and of 1,000,000 words, in a process each, of `fastbert search --windows`, too.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from fastbert.cli import main as main_of_cli
 MODEL = "all-MiniLM-L6-v2"
 WORDS = (5_000, 10_000, 20_000, 100_000)
 MANY, FEW = 1_000_000, 10_000
+KEPT, CUT = 512, (512, 500_000)  # tokens that are kept, and words of which they are
 CALLS = ("encode", "encode_chunks")
 SEARCH = "search"  # `fastbert search --windows` over one text
 SENTENCES = Path(__file__).parents[1] / "examples" / "sentences.txt"
@@ -83,18 +84,24 @@ def times(rounds: int) -> dict[str, Any]:
         for call in CALLS
         for words, text in texts.items()
     }
-    return {"beside": beside, "chunks": len(parts), "by words": in_turn(calls, rounds)}
+    by_words = in_turn(calls, rounds)
+    encoder.max_seq_length = KEPT
+    long = {words: text_of(words) for words in CUT}
+    cut = {str(words): lambda text=text: encoder.encode([text]) for words, text in long.items()}
+    return {"beside": beside, "chunks": len(parts), "by words": by_words, "cut": in_turn(cut, 5 * rounds)}
 
 
 def to_markdown(report: dict[str, Any]) -> str:
     machine, found, memory = report["machine"], report["times"], report["memory"]
-    beside, by_words = found["beside"], found["by words"]
+    beside, by_words, cut = found["beside"], found["by words"], [1e3 * found["cut"][str(words)] for words in CUT]
     lines = [
         f"{machine['cpu']}, {report['threads']} threads, torch {machine['torch']}, commit {machine['commit']},"
         f" {machine['date']}; {MODEL}; medians of {report['rounds']} rounds in turn.",
         "",
         f"{found['chunks']} chunks of a text of 20,000 words: {beside['chunks']:.2f} s; given as texts"
         f" {beside['texts']:.2f} s ({beside['texts'] / beside['chunks']:.3f} times the rate), float32.",
+        "",
+        f"Cut to {KEPT} tokens: {CUT[0]} words {cut[0]:.1f} ms, {CUT[1]:,} words {cut[1]:.1f} ms.",
         "",
         "| words | " + " | ".join(f"{call}, s | us a word" for call in CALLS) + " |",
         "|--:|" + "--:|--:|" * len(CALLS),

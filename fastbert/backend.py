@@ -104,7 +104,11 @@ _LEFT = "products are torch's own here: this processor has none of the instructi
 
 def left_to_torch(op: str, backend: Backend) -> str | None:
     """Why `auto` takes torch for an op that this backend could serve; None where it does not."""
-    return _LEFT if op in PRODUCTS and backend is Backend.CPU and not availability.has_products else None
+    if availability.has_products or op not in PRODUCTS or backend is not Backend.CPU:
+        return None
+    if availability.has_products is None:
+        extension_error()  # finds it out
+    return _LEFT if availability.has_products is False else None
 
 
 def register(op: str, backend: Backend, supports: Supports, probe: Probe | None = None) -> None:
@@ -217,13 +221,12 @@ def first_to_serve(op: str, x: torch.Tensor, *args) -> Backend | None:
     """The backend whose kernels would serve this call; None where none would, or torch was asked for."""
     if transform_unsupported() is not None:
         return None
-    table = SUPPORTS[op]
+    table, asks_left = SUPPORTS[op], not availability.has_products and _choice.forced is None
     for backend in _order(x):
-        if backend in table and table[backend](x, *args) is None:
-            is_left = (
-                not availability.has_products and _choice.forced is None and left_to_torch(op, backend) is not None
-            )
-            return None if is_left else backend
+        if backend not in table or (asks_left and left_to_torch(op, backend) is not None):
+            continue
+        if table[backend](x, *args) is None:
+            return backend
     return None
 
 
@@ -236,12 +239,11 @@ def try_fused(op: str, x: torch.Tensor, find_operands: Callable[[], Any]) -> Cal
     if (transformed := transform_unsupported()) is not None:
         return transformed
     table, operands, reason = SUPPORTS[op], None, None
+    asks_left = not availability.has_products and _choice.forced is None
     for backend in _order(x):
         if backend not in table:
             continue
-        unsupported = table[backend](x)
-        if unsupported is None and not availability.has_products and _choice.forced is None:
-            unsupported = left_to_torch(op, backend)
+        unsupported = (left_to_torch(op, backend) if asks_left else None) or table[backend](x)
         if unsupported is None:
             operands = find_operands() if operands is None else operands
             if isinstance(operands, str):

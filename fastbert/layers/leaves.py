@@ -76,7 +76,10 @@ def parent_of(path: str) -> str | None:
 def get_leaf(root: nn.Module, path: str) -> nn.Module:
     """The module at `path` ("attention.self.query") below `root`. Raises KeyError."""
     for name in path.split("."):
-        root = child_of(root, name)
+        modules = root._modules
+        if "modules_to_save" in modules:  # not in_use of each: leaves are looked up before every op of every layer
+            modules = in_use(root)._modules
+        root = modules[name]  # type: ignore[assignment]
     return root
 
 
@@ -133,7 +136,13 @@ def has_global_hooks() -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling `module` calls something beside its forward: hooks of its own, or those of every module."""
-    return any([getattr(module, name) for name in HOOKS]) or any(_GLOBAL_HOOKS)
+    return bool(  # HOOKS, written out: this is asked of each leaf before each op
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or any(_GLOBAL_HOOKS)
+    )
 
 
 def home_of(hook: Any) -> str:

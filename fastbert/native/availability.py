@@ -8,8 +8,9 @@ from types import ModuleType
 from fastbert.native.cores import warn_of_quota
 
 _extension_error: str | None = "not asked yet"
-# Whether products were written for this processor: not for ARM, nor for x86 without AVX2, which torch's own are.
-has_products = True
+# Whether products were written for this processor: not for ARM, nor for x86 without AVX2, which torch's own are. None:
+# the extension is not loaded.
+has_products: bool | None = None
 
 
 def extension_error() -> str | None:

@@ -134,8 +134,8 @@ def _supports_merged_triton(x: torch.Tensor) -> str | None:
 
 def _accepts_merged(x: torch.Tensor, operands) -> str | None:
     weights, biases, scales, activation = operands
-    if len(weights) < 2 or activation != "none":
-        return "there is one product, or an activation after them"
+    if activation != "none":
+        return "there is an activation after them"
     if any(scale is not None for scale in scales):
         return "weights are int8"
     if len({bias is None for bias in biases}) != 1:
@@ -246,7 +246,7 @@ def linears(
     chosen = select("linears", backend, x, *weights)
     check_gradient(x, scales)
     if chosen is Backend.TORCH:
-        if asked_for(backend) is not Backend.TORCH:
+        if len(weights) > 1 and asked_for(backend) is not Backend.TORCH:
             merged = try_fused("merged_linears", x, lambda: (weights, biases, scales, activation))
             if not isinstance(merged, str):
                 return merged()
@@ -260,7 +260,7 @@ def linears(
 
 
 def check_gradient(x: torch.Tensor, weight_scales: Sequence[torch.Tensor | None]) -> None:
-    if any(s is not None for s in weight_scales) and needs_grad(x):
+    if weight_scales.count(None) < len(weight_scales) and needs_grad(x):
         raise RuntimeError("int8 weights have no gradient: run the quantised model under torch.no_grad()")
 
 
