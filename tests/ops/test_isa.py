@@ -74,7 +74,12 @@ def test_make_sanitize_tests_its_own_build():
 ROUTE = """
 import torch
 import fastbert
-from fastbert import _C, ops
+from fastbert import backend, ops
+from fastbert.native import availability
+x, weight, ids = torch.randn(5, 32), torch.randn(7, 32), torch.arange(12).view(2, 6)
+assert availability.has_products is None
+assert backend.first_to_serve("linears", x, weight) is None  # which finds out what the processor has
+from fastbert import _C
 shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 model = fastbert.BertModel(fastbert.EncoderConfig.of_family("bert", vocab_size=20, **shape)).eval()
 report = fastbert.backends("cpu", torch.float32)
@@ -83,7 +88,6 @@ layers = {"encoder", "encoder_layers", "encoder_layers_training"}
 assert left == {"linears", "feed_forward", "cross_entropy", *layers}, left
 assert all(report[op]["selected"] == "torch" for op in left)
 assert {report[op]["selected"] for op in ("attention", "add_layer_norm", "pooling")} == {"cpu"}
-x, weight, ids = torch.randn(5, 32), torch.randn(7, 32), torch.arange(12).view(2, 6)
 assert torch.equal(ops.linear(x, weight, None), torch.nn.functional.linear(x, weight))
 with torch.inference_mode():
     actual = model(ids).last_hidden_state
