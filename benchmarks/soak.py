@@ -11,8 +11,9 @@ requests by 8 clients, mixed with documents in windows, chunks, token ids, token
 rubbish, and connections that end in the middle.
 
 The model: all-MiniLM-L6-v2's shape with 8,192 positions and random weights, in float32. The first turn is a warm-up: it
-has the longest text, and for the server in two requests of each kind, since two of its threads compute. From then on
-memory should not grow, whatever comes. A chart has memory and p99 over time.
+has the longest text, and for the server in two requests of each kind, since two of its threads compute. Its third one
+computes whole batches while these two compute parts of longer texts: the warm-up has both at once. From then on memory
+should not grow, whatever comes. A chart has memory and p99 over time.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ SERVER, ENCODER = f"{OURS} serve", f"{OURS} encode"
 LONGEST, PADDED, MOST_TEXTS, REQUESTS, RELOADED = 8192, 8192, 8, 24, 20  # a model is loaded again every so many turns
 SCALE, TAIL = 40, 1.2  # of the Lomax draw: half have fewer than 31 tokens, 2 % more than 1,000, 1 of 600 the most
 CLIENTS = 8
+BATCH = 2048  # tokens of a server's batch, and of a request that fits in one
 SIXTHS = 6
 FIELDS = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1536}
 
@@ -149,7 +151,9 @@ def server_requests(turn: int) -> list[tuple[int, list[int], str | None]]:
     if turn:
         return drawn
     names = [*kinds(random.Random(0), [1], ["a"])] * 2
-    return [*((-1 - i, [LONGEST - 2], name) for i, name in enumerate(names)), *drawn]
+    sizes = [*[[LONGEST - 2], *[[BATCH // MOST_TEXTS - 2] * MOST_TEXTS] * 3] * 8]
+    both = ((-1000 - i, words, "texts") for i, words in enumerate(sizes))
+    return [*((-1 - i, [LONGEST - 2], name) for i, name in enumerate(names)), *both, *drawn]
 
 
 async def client(port: int, requests: Any, vocabulary: list[str], counts: Any, seconds: list[float]) -> None:
