@@ -102,8 +102,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("have_types", &fastbert::have_types, pybind11::arg("objects"), pybind11::arg("types"),
         "Whether the objects are of these very types.");
   m.def("packed_bytes", &fastbert::packed_bytes, "Bytes of all packed copies of weights that are kept.");
-  m.def("give_back_freed", &fastbert::give_back_freed,
-        "Have the system allocator give back the memory that was freed.");
   m.def("forget_encoder", &fastbert::forget_encoder, pybind11::arg("encoder"),
         "Let go of the tensors of an encoder that hold_encoder_cpu has given this number.");
   m.def("forget_storage", &fastbert::forget_storage, pybind11::arg("storage"),

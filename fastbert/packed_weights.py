@@ -17,6 +17,7 @@ from fastbert.layers.leaves import get_leaf
 from fastbert.layers.operands import layer_operands
 from fastbert.models.base import HasModel
 from fastbert.models.tree import base_models
+from fastbert.native.memory import give_back
 
 
 def repack(model: nn.Module | HasModel) -> None:
@@ -71,7 +72,6 @@ def keep_packed_only(model: nn.Module | HasModel) -> None:
     freed = list(_only_multiplied(module))
     if not freed:
         return
-    from fastbert import _C
     from fastbert.ops.linear.packed_only import pack_only
 
     _forget(module)  # of what was kept of the layers, the weights are a part
@@ -79,7 +79,7 @@ def keep_packed_only(model: nn.Module | HasModel) -> None:
         leaf, parts = freed.pop()
         held: dict = leaf._buffers if "weight" in leaf._buffers else leaf._parameters
         held["weight"] = pack_only(held["weight"], parts)  # one after the other: the old one is gone now
-    _C.give_back_freed()
+    give_back()
 
 
 def _only_multiplied(module: nn.Module) -> Iterator[tuple[nn.Module, int]]:

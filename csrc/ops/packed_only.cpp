@@ -1,9 +1,5 @@
 #include "packed_only.h"
 
-#if __has_include(<malloc.h>)
-#include <malloc.h>
-#endif
-
 #include <algorithm>
 #include <memory>
 #include <vector>
@@ -90,12 +86,6 @@ std::optional<PackedOnly> packed_only(const Array& weight) {
         "this int8 weight was packed for another instruction set than the one in use");
   return PackedOnly{header.format, panels, reinterpret_cast<const int32_t*>(panels + part.offsets_at),
                     residuals_in(header.is_split ? panels + part.residuals_at : nullptr, part.rows)};
-}
-
-void give_back_freed() {
-#ifdef __GLIBC__
-  malloc_trim(0);
-#endif
 }
 
 }  // namespace fastbert

@@ -31,8 +31,4 @@ struct PackedOnly {
 // of other rows.
 std::optional<PackedOnly> packed_only(const Array& weight);
 
-// Has the system allocator give back what was freed. It keeps that otherwise: of BERT-base, loaded in float32 and
-// quantised, 290 MB.
-void give_back_freed();
-
 }  // namespace fastbert

@@ -15,6 +15,7 @@ from fastbert.checkpoint.saving import config_of, of_one_save
 from fastbert.checkpoint.weight_files import read_weights, some
 from fastbert.config import EncoderConfig
 from fastbert.errors import CheckpointError, ConfigError
+from fastbert.native.memory import give_back
 
 if TYPE_CHECKING:
     from fastbert.models.base import PreTrainedModel
@@ -147,6 +148,7 @@ def load_weights(
     if int8:
         model.requires_grad_(False)
     model.missing_keys, model.unexpected_keys, model.mismatched_keys = missing, unexpected, list(fresh.values())
+    give_back()  # of a model that this one replaces, say
     if missing:
         said.append(f"not in the checkpoint, so initialised: {some(missing)}")
     if unexpected:

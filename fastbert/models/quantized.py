@@ -16,6 +16,7 @@ from fastbert.layers.guard import forget_all
 from fastbert.layers.leaves import get_leaf, is_plain, set_module
 from fastbert.layers.quantized import QuantizedLinear
 from fastbert.models.tree import RunsBaseModel, base_models, linear_paths
+from fastbert.native.memory import give_back
 
 # Where transformers, too, looks for how a checkpoint was quantised. A quant_method that it does not know makes it warn
 # and read the integers as weights; an entry without one makes it raise. So ours has none.
@@ -109,6 +110,7 @@ def make_int8(model: nn.Module, leaves: dict[str, nn.Linear], scales: Mapping[st
         for name in list(leaves):
             set_module(model, name, QuantizedLinear.from_linear(leaves.pop(name), scales.get(name, 0.0)))
         model.to(_companion_dtype(device)).requires_grad_(False).eval()
+    give_back()
     for _, root, config in bases:
         entry = entry_of(root, config)
         if entry is not None and not isinstance(root, RunsBaseModel):

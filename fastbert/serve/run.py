@@ -20,6 +20,7 @@ except ImportError:  # Chunks
 
 from fastbert.importing import collector_spares_what_is_there
 from fastbert.native.cores import cores, usable_threads
+from fastbert.native.memory import bound_arenas
 from fastbert.packed_weights import keep_packed_only
 from fastbert.serve.app import make_app
 from fastbert.serve.engine import load_engine
@@ -27,7 +28,6 @@ from fastbert.serve.http.access_log import AccessLog, RequestLog
 from fastbert.serve.http.protocol import SPARE, Bounded, Bounds, only_live
 from fastbert.serve.http.server import HttpServer
 from fastbert.serve.limits import Limits
-from fastbert.serve.memory import bound_arenas
 
 SPARE_FILES = 64  # of those that the process may open: libraries, threads, the listening socket, SPARE connections
 

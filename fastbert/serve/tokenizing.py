@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from fastbert.serve.memory import give_back
+from fastbert.native.memory import give_back
 
 INLINE = 2000  # characters, or ids; to tokenise more would hold up the other requests: a thread does it
 LARGE = 1 << 17  # more may take a hundred times their memory: one request after the other

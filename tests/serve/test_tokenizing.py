@@ -11,7 +11,9 @@ from functools import partial
 import pytest
 import tiny
 
-from fastbert.serve import memory, run, tokenizing
+from fastbert.native import memory
+from fastbert.serve import app as app_module
+from fastbert.serve import run, tokenizing
 from fastbert.serve.app import make_app
 from fastbert.serve.engine import load_engine
 from fastbert.serve.limits import Limits
@@ -100,9 +102,9 @@ def test_memory_goes_back_after_what_is_large(monkeypatch):
 def test_memory_goes_back_now_and_then(tmp_path, monkeypatch):
     """As long as the application runs, and not behind it."""
     given_back = []
-    monkeypatch.setattr(memory, "_trim", given_back.append)
-    monkeypatch.setattr(memory, "GIVE_BACK_S", 0.01)
     engine = load_engine(str(tiny.write_model(tmp_path)), "float32", "cpu")
+    monkeypatch.setattr(memory, "_trim", given_back.append)
+    monkeypatch.setattr(app_module, "GIVE_BACK_S", 0.01)
     app = make_app(engine, Limits(), batch_tokens=64, workers=1, threads=1)
 
     async def program():
