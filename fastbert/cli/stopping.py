@@ -41,7 +41,9 @@ def catch_signals(is_process: bool = False):
 
             def undo(number=number, behind=signal.SIG_DFL if is_process else default, stop=stop):
                 if signal.getsignal(number) is stop:
-                    signal.signal(number, behind)
+                    from fastbert.native.signals import set_handler
+
+                    set_handler(number, behind)
 
             restore.append(undo)
     return restore
@@ -49,7 +51,7 @@ def catch_signals(is_process: bool = False):
 
 class held:
     """Let what is done here end before a signal stops the command, as a line that is written; a second one does not
-    wait: perhaps nobody reads the line.
+    wait: perhaps the line has no reader.
     """
 
     def __enter__(self):
@@ -68,7 +70,7 @@ def raise_if_stopped() -> None:
 
 
 def say(line: str) -> None:
-    """One line on stderr; lost where nobody can read it, which is no reason to stop working."""
+    """One line on stderr; lost where it cannot be read, which is no reason to stop working."""
     if sys.stderr is None:
         return
     try:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from fastbert.native.signals import set_handler
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AGAIN_S = 3.0  # batch systems signal torchrun and its ranks, and torchrun its ranks once more
 
@@ -27,7 +29,7 @@ def signals_wait() -> Iterator[list[int]]:
         if not received:
             first[0] = time.monotonic()
         elif time.monotonic() - first[0] > AGAIN_S:
-            signal.signal(number, before[number])
+            set_handler(number, before[number])
             signal.raise_signal(number)
             return
         received.append(number)
@@ -38,10 +40,10 @@ def signals_wait() -> Iterator[list[int]]:
         yield received
     finally:
         for restored, handler in before.items():
-            signal.signal(restored, handler)
+            set_handler(restored, handler)
 
 
 def leave_by(number: int) -> None:
-    """End as the signal would have ended this process. Raises KeyboardInterrupt, if nobody raises something else."""
+    """End as the signal would have ended this process. Raises KeyboardInterrupt, if nothing else is raised."""
     signal.raise_signal(number)
     raise KeyboardInterrupt

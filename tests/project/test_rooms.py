@@ -59,6 +59,7 @@ MAY_IMPORT = {
         "families",
         "layers",
         "models",
+        "native",
         "ops",
         "packed_inputs",
         "packing",

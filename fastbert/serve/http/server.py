@@ -19,6 +19,8 @@ from typing import Any
 
 import uvicorn
 
+from fastbert.native.signals import set_handler
+
 ROUND_S = 0.01  # between two looks at what is still to be read
 HANDSHAKE_S = 10.0  # of TLS
 PAUSE_S = 1.0  # before more are let in, where the process may open no more files
@@ -52,7 +54,7 @@ class HttpServer(uvicorn.Server):
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, signal.SIG_IGN if self.started else handler)
+                set_handler(number, signal.SIG_IGN if self.started else handler)
         if self.received and not self.started:
             signal.raise_signal(self.received[0])
 
