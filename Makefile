@@ -10,7 +10,7 @@ PIP    := $(INSTALL) -qq --use-pep517
 # settings: where the index is another one, it fails, and pip does all of it. torch is always pip's, by these settings.
 UV     := $(BIN)/python -m uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
-# Whoever imports these first waits 9 seconds until they are compiled, and both of pytest's workers would be first. Beside
+# The first import of these takes 9 seconds, in which they are compiled, and both of pytest's workers would do it. Beside
 # pip a core is idle.
 FIRST_IMPORTS := import torch, transformers.models.bert.modeling_bert
 SOURCES := setup.py build_backend.py fastbert/native/recipe.py pyproject.toml constraints.txt $(shell find csrc -type f)

@@ -4,7 +4,7 @@ A backend is chosen before anything is launched, from shapes, dtypes and devices
 takes the first backend of `ORDER` whose `supports` function gives no reason against it. A backend that is asked for by
 name and cannot serve raises `BackendError` with its reason. `torch` serves every call.
 
-An op that stands for several others is a fused op (docs/design.md, Ops): nobody calls it by name. Before a layer runs
+An op that stands for several others is a fused op (docs/design.md, Ops): no caller names it. Before a layer runs
 the others, it asks `try_fused`, which answers with something to call or with the reason why they run one by one. The
 torch backend is those others, so `use_backend("torch")` never meets a fused op.
 """
@@ -91,7 +91,7 @@ def missing_kernels() -> str | None:
 
 
 def warn_of_missing_kernels() -> None:
-    """Warn, once a process, where the C++ kernels are missing and nobody asked for a backend without them."""
+    """Warn, once a process, where the C++ kernels are missing and no other backend was asked for."""
     global _has_warned
     if not _has_warned and _choice.forced not in (Backend.TORCH, Backend.TRITON):
         _has_warned = True
@@ -176,8 +176,8 @@ def transform_unsupported() -> str | None:
 def check_differentiated_once() -> None:
     """Raise BackendError, in the backward of a kernel, where its gradients are to be differentiated or transformed.
 
-    PyTorch's own once_differentiable makes constants of them with create_graph=True. Whoever then asks for the
-    derivative by certain tensors, as torch.autograd.functional's jvp and hvp do, finds no path and takes it for 0.
+    PyTorch's own once_differentiable makes constants of them with create_graph=True. A caller that then asks for
+    the derivative by certain tensors, as torch.autograd.functional's jvp and hvp do, finds no path and takes it for 0.
     In graphs of torch.compile PyTorch itself refuses create_graph=True.
     """
     if torch.compiler.is_compiling():

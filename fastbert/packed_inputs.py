@@ -1,6 +1,6 @@
 """A batch that is packed and checked on the host before it goes to the device: no model waits for it there.
 
-Whoever makes batches (a collate function, a DataLoader's worker) calls `pack_inputs`, whoever trains calls
+What makes batches (a collate function, a DataLoader's worker) calls `pack_inputs`, the loop that trains calls
 `model(packed.to(device))`; docs/packing.md has an example.
 """
 

@@ -1,5 +1,5 @@
 """fastbert.repack(model), to be called after a write to weights that PyTorch does not record; and what serve and the
-command line do with a model that nobody else holds.
+command line do with a model that they alone hold.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def _forget(module: nn.Module) -> None:
 def keep_packed_only(model: nn.Module | HasModel) -> None:
     """Free the weights of a model's layers, of which the CPU's kernels read packed copies: half of what they take.
 
-    For who has loaded a model to run it in eval mode, and is the only one that holds it: `fastbert serve` and the
-    commands that run a model. It is one way. What is left in a weight's place has its sizes and its dtype; whoever
-    reads, converts, copies, saves, quantises or trains it gets a RuntimeError that says to load the model anew.
+    For a model that is only run, in eval mode, and that its caller alone holds: `fastbert serve` and the commands that
+    run a model. It is one way. What is left in a weight's place has its sizes and its dtype. To read, convert, copy,
+    save, quantise or train it is a RuntimeError, which says to load the model anew.
 
     Only what runs by packed copies alone is freed: the Linears of layers that the CPU's kernels take as one op, on this
     machine and with the backend of this call. All else stays: embeddings and what is tied to them, heads, poolers,

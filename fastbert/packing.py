@@ -186,9 +186,9 @@ class PackedBatch:
         max_seqlen: an upper bound of the sequence lengths, on the host.
         seqlen: the width of the padded grid; None when the caller's input was packed already.
         total_tokens: the number of packed tokens, on the host.
-        labelled: int64 (n,), the packed tokens that have a label, in order; None where nobody has looked.
+        labelled: int64 (n,), the packed tokens that have a label, in order; None where that is unknown.
         bounds: the smallest and the largest of the ids and labels that belong to the batch, by name, as the host has
-            seen them; None where nobody has looked. `fastbert.pack_inputs` fills both in, so that no model has to wait
+            seen them; None where it has not. `fastbert.pack_inputs` fills both in, so that no model has to wait
             for them.
         has_gaps: whether a sequence has padding between its tokens; None where the host does not know.
         num_keys: int32 (batch_size,): the first so many tokens of each sequence are attended to, and the others attend

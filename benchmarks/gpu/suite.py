@@ -60,7 +60,7 @@ NO_GPU = ("cpu",)  # the parts that need none
 CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}  # below build/gpu-cache
 LEAST_SECONDS = 30.0  # a part is not begun with less
 MARGIN_SECONDS = 10.0  # that a part has to end by itself, before it is ended
-HAS_FAILED = 4  # the exit code of a part's process; 1 is that of an exception that nobody expected
+HAS_FAILED = 4  # the exit code of a part's process; 1 is that of an unexpected exception
 
 
 def run_part(record: Record) -> None:

@@ -142,7 +142,7 @@ struct GemmArgs {
   DType out_dtype;  // of everything that a target points to, but for its bias
   const GemmTarget* targets;
   int64_t num_targets;
-  const char* next = nullptr;  // a panel that is read after the last one, of another product; null: nobody knows
+  const char* next = nullptr;  // a panel that is read after the last one, of another product; null: unknown
 };
 
 // Rows [row_begin, row_end) of the panels [panel_begin, panel_end), counted through all targets.

@@ -14,7 +14,7 @@ __device__ __forceinline__ bool is_row(int64_t id, int64_t rows) {
 template <typename R>
 __global__ void __launch_bounds__(256, 1) embed_fwd_kernel(EmbedFwdArgs a) {
   const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
-  if (row >= a.rows) return;  // a whole warp, in a block of one-warp rows: nobody waits for it
+  if (row >= a.rows) return;  // a whole warp, in a block of one-warp rows: nothing waits for it
   const R columns{a.width};
   const int64_t word_id = a.input_ids == nullptr ? row : a.input_ids[row];
   const int64_t position_id = a.position_ids == nullptr ? 0 : a.position_ids[row];

@@ -7,7 +7,7 @@ namespace {
 template <typename R>
 __global__ void __launch_bounds__(256, 1) add_layer_norm_fwd_kernel(AddLayerNormFwdArgs a) {
   const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
-  if (row >= a.rows) return;  // a whole warp, in a block of one-warp rows: nobody waits for it
+  if (row >= a.rows) return;  // a whole warp, in a block of one-warp rows: nothing waits for it
   const R columns{a.hidden_size};
   // All loads of the two matrices before the first use of any.
   const auto x = columns.load(a.x, row);

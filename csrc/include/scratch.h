@@ -12,7 +12,7 @@
 namespace fastbert {
 
 // AddressSanitizer knows the ends of what the system's allocator gives, not of parts of it: under it there are fences
-// behind the parts, which nobody may touch.
+// behind the parts, which no code may touch.
 #if defined(__SANITIZE_ADDRESS__)
 constexpr int64_t kFence = 64;
 inline void forbid(char* from, int64_t size) { __asan_poison_memory_region(from, static_cast<size_t>(size)); }

@@ -48,7 +48,7 @@ Array positions_of(const Array& ids, const Array& offsets, int64_t first) {
   auto* position = positions.data<int64_t>();
   const bool counts_all = first < 0;
   for (int64_t i = 0, at = 0; i < offsets.size(0); ++i) {
-    // Behind the last sequence are padding rows, whose values nobody reads.
+    // Behind the last sequence are padding rows, whose values are never read.
     const int64_t end = i + 1 < offsets.size(0) ? offset[i + 1] : ids.size(0);
     const bool is_padding = i + 1 == offsets.size(0);
     for (int64_t count = 0; at < end; ++at) {

@@ -26,7 +26,7 @@ std::vector<Array> encoder_cpu(const Array& input_ids, const OptionalArray& toke
                                const std::vector<int64_t>& versions, bool infers, const std::string& pooling,
                                const std::optional<double>& normalize_eps, bool pools);
 
-// Lets go of the tensors: of the encoder that nobody runs any more.
+// Lets go of the tensors: of an encoder that is not run any more.
 void forget_encoder(int64_t encoder);
 
 }  // namespace fastbert

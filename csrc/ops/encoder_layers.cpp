@@ -50,7 +50,7 @@ Array run_in_turn(const Array& x, const Array& cu_seqlens, const LayerStack& sta
     if (i == 0 || layers[i] != layers[i - 1]) {
       attention = attention_options(spec, tables);
       heads = make_heads(spec, tokens, make);
-      // Attention reads the queries of a head's block of rows before it writes there, and behind it nobody reads keys
+      // Attention reads the queries of a head's block of rows before it writes there, and behind it nothing reads keys
       // and values: their memory serves the rest of the layer. What a pre-norm layer leaves in `normed` is read by the
       // next one, while it writes its own.
       const bool are_apart = heads.flat.size() == 3;

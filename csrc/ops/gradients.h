@@ -15,14 +15,14 @@ struct NewGradient {
   // more. A step that sets gradients to None gives hundreds of megabytes back to the system, and fresh pages for them
   // cost more than what is written there: an eighth of a whole step of MiniLM. The memory is freed with the weight.
   Array gradient;
-  // Sums of squares of its parts, which whoever writes it may leave here: empty at first.
+  // Sums of squares of its parts, which its writer may leave here: empty at first.
   std::shared_ptr<std::vector<double>> squares;
 };
 
 NewGradient new_gradient(const Array& weight);
 
 // The sum of the squares of a weight's gradient, where it is the last that new_gradient made, its writer left them, and
-// nobody has changed it since, as far as torch counts changes: to be asked only where it counts all of them.
+// it was not changed since, as far as torch counts changes: to be asked only where it counts all of them.
 std::optional<double> known_squares(const Array& weight, const Array& gradient);
 
 // The storage at this address goes.

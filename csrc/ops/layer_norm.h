@@ -54,7 +54,7 @@ Array add_dropped(const Array& x, const OptionalArray& x_bias, const OptionalArr
 
 // What runs rows [begin, end) of
 //
-//   sum_out    = product + x_bias + residual, rounded to their dtype; undefined: nobody reads it (post-norm)
+//   sum_out    = product + x_bias + residual, rounded to their dtype; undefined: it is not read (post-norm)
 //   normed_out = norm of that sum; without a norm the sum, and undefined where sum_out is enough
 //
 // product, residual and the outputs have one shape and dtype; x_bias and residual may be undefined. Either output may

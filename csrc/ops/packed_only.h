@@ -10,7 +10,7 @@
 
 namespace fastbert {
 
-// What whoever asks such a weight for more than products is told. Python raises it, too.
+// The error where such a weight is asked for more than products. Python raises it, too.
 inline constexpr const char* kPackedOnly =
     "of this weight nothing is left but the copy that products read: the model was loaded to be run only, and its "
     "layers' weights were freed. Load it anew to read, convert, copy, save or train them.";

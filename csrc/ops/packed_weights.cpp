@@ -83,7 +83,7 @@ thread_local bool records_all_writes = false;
 void pack(const Array& weight, DType format, PackedMemory& packed) {
   PackArgs args = pack_args(weight, format);
   const int64_t panels = num_panels(weight.size(0)), bytes = panels * panel_bytes(format, weight.size(1));
-  // A buffer that nobody else reads any more is written again: a training step packs every weight anew.
+  // A buffer that nothing else reads any more is written again: a training step packs every weight anew.
   if (packed.panels.use_count() != 1 || packed.panels->bytes() != bytes) packed.panels = lasting_block(bytes);
   args.packed = packed.panels->data();
   if (format == DType::kInt8) {

@@ -33,7 +33,7 @@ struct PackedMemory {
 // write that left no trace is found. Chosen so that this takes under 1 % of a forward pass of 16 tokens (docs/gemm.md).
 constexpr int64_t kCheckCalls = 1024;
 
-// How much of a weight that torch says nobody has written a call compares: all of it, by a checksum, or as much as
+// How much a call compares of a weight that was not written, as torch says: all of it, by a checksum, or as much as
 // kCheckCalls says. Either way 16 sampled elements.
 enum class Comparison { kWhole, kShare };
 
@@ -56,7 +56,7 @@ int64_t version_of(const Array& weight);
 //
 // None, and the caller packs for itself (packed_once), where no copy is the weight's and none is kept: the first call
 // with a version keeps none, unless its weight is int8, the calls before it asked for one version several times, or
-// somebody says that torch records every write: whoever says so has ops.adamw renew the copies. may_keep: without it
+// its owner says that torch records every write: then ops.adamw renews the copies. may_keep: without it
 // only a copy that is there is given, and none to those who would have to compare all of it.
 std::optional<PackedMemory> packed_weight(const Array& weight, DType format, int64_t version, Comparison comparison,
                                           bool may_keep);
@@ -64,12 +64,12 @@ std::optional<PackedMemory> packed_weight(const Array& weight, DType format, int
 // Packed as it is now, for the caller alone, in memory that its next call with such a weight uses again.
 Array packed_once(const Array& weight, DType format);
 
-// The packed copies of a weight that is being written: whoever has written some of its rows packs them while they are
+// The packed copies of a weight that is being written: the writer of some of its rows packs them while they are
 // in the cache, so that the next product need not read all of the weight again.
 class Renewal {
  public:
   Renewal() = default;  // of none
-  // Of those copies that are the weight's as it is now, contiguous float32, and that nobody reads. They count as old
+  // Of those copies that are the weight's as it is now, contiguous float32, and that are not read. They count as old
   // until `finish`.
   explicit Renewal(const Array& weight);
 

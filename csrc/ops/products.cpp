@@ -20,7 +20,7 @@ constexpr int64_t kLeastInt8Rows = 8, kLeastRows = 32, kLeastRowsOfFew = 4, kFew
 
 // Of the calling thread.
 struct Stack {
-  int64_t bytes = 0;                             // 0: nobody says
+  int64_t bytes = 0;                             // 0: unknown
   size_t count = 0;                              // of its products until now
   std::vector<std::vector<const char*>> panels;  // of each product of the last one: where each group's begin
 };
@@ -104,7 +104,7 @@ const std::vector<const char*>& next_panels(const GemmArgs& args, int64_t groups
     mine[static_cast<size_t>(group)] = panel_at(args, group * panels / groups);
   }
   const std::vector<const char*>& next = current.panels[at + 1];
-  // Of more parts than threads nobody knows which one a thread takes next.
+  // Of more parts than threads it is unknown which one a thread takes next.
   return next.size() == mine.size() && groups * blocks <= num_threads() ? next : unknown;
 }
 

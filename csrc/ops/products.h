@@ -56,7 +56,7 @@ class StackProducts {
 };
 
 // What a thread reads after its group of panels of this product, which is split into so many groups of panels and
-// blocks of rows: where its group of the next product's begins, as in the last stack, null where nobody knows. An
+// blocks of rows: where its group of the next product's begins, as in the last stack, null where that is unknown. An
 // element for each group. It may be gone, so it is fetched and never read. Notes where this product's begin.
 const std::vector<const char*>& next_panels(const GemmArgs& args, int64_t groups, int64_t blocks);
 

@@ -75,7 +75,7 @@ class List {
     size_t size = 0;
     call(torch_list_size(list, &size), "a list's size");
     handles_.reserve(size);
-    for (size_t i = 0; i < size; ++i) {  // all of them: nobody else frees what is not taken
+    for (size_t i = 0; i < size; ++i) {  // all of them: what is not taken is freed nowhere else
       StableIValue item;
       call(torch_list_get_item(list, i, &item), "a list's item");
       if constexpr (std::is_same_v<T, OptionalArray>) {

@@ -1,7 +1,7 @@
 // Storages of tensors beside which something is kept for as long as they live: packed weights, gradients' memory.
 //
 // A storage is known by the address of its memory. Python tells when it goes (fastbert/ops/linear/linear.py), or when
-// its memory has become another: torch keeps one Python object for as long as a storage lives, whoever holds it.
+// its memory has become another: torch keeps one Python object for as long as a storage lives.
 #pragma once
 
 #include <Python.h>

@@ -62,7 +62,7 @@ void Team::run(int64_t count, Function f, void* context) {
   open_ = loop;
   loop_ = loop;
   take_part();
-  // From here on nobody joins: whoever counted itself before has seen it open, and is waited for.
+  // From here on no thread joins: one that counted itself before has seen it open, and is waited for.
   open_ = 0;
   wait_until([&] { return taking_part_.load() == 0; });
   if (has_failed_) std::rethrow_exception(error_);

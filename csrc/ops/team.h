@@ -3,7 +3,7 @@
 // Each of torch's parallel loops wakes its threads and waits until all of them have been there, also one that got no
 // core. A team is one such loop around all of the operator's own: between them its threads look for the next one. Who
 // starts a loop takes part in it, and waits only for those who have begun: a thread that the system has put aside, for
-// another process maybe, delays nobody.
+// another process maybe, delays no other.
 #pragma once
 
 #include <atomic>
@@ -21,8 +21,8 @@ class Team {
   // That of the calling thread, if it leads one.
   static Team*& current();
 
-  // f(index, context) for each index below `count`, by whoever has time. Throws what one of them has thrown, once
-  // nobody runs any more.
+  // f(index, context) for each index below `count`, by threads that have time. Throws what one of them has thrown, once
+  // all have ended.
   void run(int64_t count, Function f, void* context);
 
   // What the other threads do, until end().

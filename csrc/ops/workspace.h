@@ -28,7 +28,7 @@ std::shared_ptr<Block> new_block(int64_t bytes);
 
 // For packed weights and gradients, which stay from step to step, in memory of their own (lasting_memory.h): in the
 // allocator's heap they would lie between the activations of a step, which it then can neither join nor give back. A
-// step of DeBERTa-base on four texts of 512 tokens held 1.4 GB that nobody used.
+// step of DeBERTa-base on four texts of 512 tokens held 1.4 GB that was not in use.
 std::shared_ptr<Block> lasting_block(int64_t bytes);
 
 // Uninitialised memory that the calling thread keeps, as much as its largest call needs and 256 MB at most. A large

@@ -202,7 +202,7 @@ def _has_pooler(module: Any, family: Family) -> bool:
 
 
 def _padding_in(mask: Any, ids: Any) -> bool | None:
-    """Whether a mask is not all ones; None where nobody has looked. It may be of any kind of integers."""
+    """Whether a mask is not all ones; None where that was not looked at. It may be of any kind of integers."""
     are_plain = type(mask) is torch.Tensor and type(ids) is torch.Tensor and mask.is_cpu
     return not is_all_ones(mask) if are_plain and mask.shape == ids.shape else None
 

@@ -86,7 +86,7 @@ def put(module: nn.Module, forward: OnInstance) -> None:
 
 
 def put_by_us(module: nn.Module) -> OnInstance | None:
-    """What we have put in the place of a module's forward, whoever has wrapped it since."""
+    """What we have put in the place of a module's forward, even if it was wrapped since."""
     return module.__dict__.get(PLACED) if FORWARD in module.__dict__ else None
 
 
@@ -97,7 +97,7 @@ def is_wrapped(module: nn.Module) -> bool:
 
 
 def is_free(module: nn.Module) -> bool:
-    """Whether a forward may be put: nobody has put another one, or has wrapped ours."""
+    """Whether a forward may be put: there is no other one, and ours is not wrapped."""
     return FORWARD not in module.__dict__ or (put_by_us(module) is not None and not is_wrapped(module))
 
 

@@ -1,4 +1,4 @@
-"""Ray Data's part: a pool of workers, one a GPU or a group of cores, which starts again whoever dies."""
+"""Ray Data's part: a pool of workers, one a GPU or a group of cores, which starts a dead one again."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def ray_encode(
     """The Ray dataset with a column of vectors, of a model that each worker loads once. Nothing runs until it is read.
 
     The vectors of a block of the dataset have the bits of `SentenceEncoder.encode_stream` over its texts with
-    `chunk_texts=1024`, whoever computes them and however often.
+    `chunk_texts=1024`, whichever worker computes them and however often.
 
     Args:
         dataset: from `ray.data`, with a column of texts. One of the cluster's CPUs is left to read it.

@@ -74,8 +74,8 @@ def _sort_metadata(path: Path) -> None:
 def beside(folder: Path) -> Iterator[Path]:
     """A new folder in `folder` to write in, removed at the end, whatever happens, as are those of dead writers.
 
-    Whoever writes into `folder` meanwhile waits, so that every other folder beside is a dead writer's. On a file system
-    without such locks (some network ones) nobody waits and nothing of others is removed.
+    Another writer into `folder` waits meanwhile, so that every other folder beside is a dead writer's. On a file system
+    without such locks (some network ones) no writer waits, and nothing of others is removed.
     """
     import fcntl  # here: it is POSIX's, and loading needs none of it
 
@@ -140,7 +140,7 @@ def config_of(folder: Path, metadata: dict[str, str]) -> EncoderConfig:
             continue
         if _digest(content) == saved["sha256"]:
             return EncoderConfig.from_dict(parse_json(content, candidate, ConfigError))
-    config = EncoderConfig.from_file(path)  # edited since, which is nobody's fault as long as shapes agree
+    config = EncoderConfig.from_file(path)  # edited since, which is no fault as long as shapes agree
     shapes = config.shapes()
     for name, value in saved["shapes"].items():
         if name in shapes and shapes[name] != value:

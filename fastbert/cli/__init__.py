@@ -8,9 +8,9 @@ from fastbert.cli import stopping
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line.
 
-    Returns its exit code: 0, 1 (doctor found a fault), 2 (a user's error), 130 (Ctrl-C), 141 (nobody reads what is
-    printed) or 143 (SIGTERM). Without arguments the process's own are run, and a Ctrl-C behind them ends the process
-    at once: Python shuts down then, and of what is in its way libraries would print their insides.
+    Returns its exit code: 0, 1 (doctor found a fault), 2 (a user's error), 130 (Ctrl-C), 141 (the reader of its
+    output has gone) or 143 (SIGTERM). Without arguments the process's own are run, and a Ctrl-C behind them ends the
+    process at once: Python shuts down then, and of what is in its way libraries would print their insides.
     """
     restore = []
     try:

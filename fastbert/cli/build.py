@@ -97,7 +97,7 @@ def _compile(program: Path, work: Path, log: list[str]) -> int:
         except BaseException:
             os.killpg(child.pid, signal.SIGTERM)  # on which ninja ends the compilers, which are in groups of their own
             with suppress(subprocess.TimeoutExpired):
-                child.communicate(timeout=10)  # until nobody writes to the pipe any more
+                child.communicate(timeout=10)  # until nothing writes to the pipe any more
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             raise

@@ -14,8 +14,8 @@ Model = TypeVar("Model", bound="TextModel")
 def load_to_run(model_class: type[Model], options: Any) -> Model:
     """The model that `options` name, and the dtype and device for it. Raises the errors of `from_pretrained`.
 
-    Nobody else holds it, and nothing but running is done with it: the half of its weights' memory goes of which the
-    kernels read packed copies.
+    Nothing else holds it, and it is only run: the half of its weights' memory goes of which the kernels read packed
+    copies.
     """
     from fastbert.packed_weights import keep_packed_only
 

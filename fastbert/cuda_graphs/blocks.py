@@ -129,7 +129,7 @@ class StaticBatch:
                 self.ids["columns"].copy_(torch.arange(bucket.total_tokens, device=device))
 
     def fill(self, inputs: EncoderInputs) -> None:
-        """Copy a checked batch in. Padding rows keep an earlier batch's ids: they are valid, and nobody reads them."""
+        """Copy a checked batch in. Padding rows keep an earlier batch's ids: they are valid, and never read."""
         batch, ids, tokens = inputs.batch, inputs.ids, inputs.batch.total_tokens
         values = {"words": ids.input_ids, "positions": ids.position_ids}
         values |= {"types": ids.token_type_ids, "tasks": ids.task_type_ids}

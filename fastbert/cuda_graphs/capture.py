@@ -37,7 +37,7 @@ class Graphs(Protocol):
         """What a graph, or all of them, hold beside what was there before."""
 
     def free(self, replay: Replay | None = None) -> None:
-        """Nobody runs this graph again, or any of them."""
+        """This graph, or none of them, is run again."""
 
 
 class _Held(NamedTuple):

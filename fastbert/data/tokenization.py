@@ -49,7 +49,7 @@ def load_cutting_tokenizer(
 
     overrides: entries of tokenizer_config.json, `truncation_side` or `do_lower_case`, that hold instead of the file's.
 
-    No text is cut yet: the tokenizer's `truncation` has the side for who sets the length. Raises CheckpointError.
+    No text is cut yet: the tokenizer's `truncation` has the side for a caller with a length. Raises CheckpointError.
     """
     overrides = overrides or {}
     tokenizer = _read(folder, lowercase, overrides=overrides)

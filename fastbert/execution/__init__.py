@@ -38,7 +38,7 @@ def at_once(
     """
     if ids is None:
         return None
-    tree.was_refused = True  # until it is served: nobody asks again
+    tree.was_refused = True  # until it is served: it is not asked again
     word = get_leaf(tree.root, tree.config.embeddings.word)._parameters.get("weight")
     if word is None:
         tree.note(WHOLE, f"{tree.config.embeddings.word} is called")

@@ -106,7 +106,7 @@ class EncoderOutput(NamedTuple):
 
 
 class PackedIds:
-    """A batch as the op for a whole encoder takes it: int64 ids (total_tokens,), which nobody need have checked."""
+    """A batch as the op for a whole encoder takes it: int64 ids (total_tokens,), which may be unchecked."""
 
     __slots__ = ("batch", "input_ids", "position_ids", "token_type_ids")
 
@@ -157,7 +157,7 @@ class PackedIds:
 
 
 def padding_in(mask: torch.Tensor | None, ids: Any) -> bool | None:
-    """Whether the mask of padded ids leaves some of them out; None where nobody has looked at it: it is on a GPU, or of
+    """Whether the mask of padded ids leaves some of them out; None where that was not looked at: it is on a GPU, or of
     a kind or a shape that has to be checked.
     """
     if mask is None:

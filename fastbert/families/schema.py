@@ -252,7 +252,7 @@ class HfClass(NamedTuple):
     scaling: float | None = None
 
 
-# What nobody but the value given here is implemented for; a config.json may ask for these.
+# Fields of which only the values given here are implemented; a config.json may ask for these.
 ONLY_VALUES: Mapping[str, tuple[Any, ...]] = {
     "is_decoder": (False,),
     "add_cross_attention": (False,),
@@ -335,7 +335,7 @@ class Family:
     heads_first: bool = False  # whether transformers registers a model's head before its base model
     pooler: str | None = "pooler.dense"
     pooler_first: bool = False  # whether transformers registers it before the layers
-    has_pooler: bool = True  # whether a base model has it where nobody asked
+    has_pooler: bool = True  # whether a base model has it where it was not asked for
     final_norm: str | None = None
     positions_from_ids: bool = False  # RoBERTa: cumsum(ids != pad) + pad
     padding_idx: int | None = None  # the pad of that rule and of the word table, whatever pad_token_id says

@@ -106,7 +106,7 @@ def run_embeddings(
 
 
 def _check_counts(leaf: nn.Module, path: str) -> None:
-    """Nobody knows here how often a padded batch looks a row up: padding counts, and columns share their positions."""
+    """It is unknown here how often a padded batch looks a row up: padding counts, and columns share their positions."""
     if isinstance(leaf, nn.Embedding) and leaf.scale_grad_by_freq and needs_grad(leaf.weight):
         raise ValueError(
             f"{path} has scale_grad_by_freq=True: its gradient goes by how often a padded batch looks a row up, padding"

@@ -20,7 +20,7 @@ HOOKS_FROM = "torch.distributed.fsdp._fully_shard._fsdp_state"
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether fully_shard was called on this very module."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has sharded nothing
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where it was not imported nothing is sharded
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 

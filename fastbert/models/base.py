@@ -272,7 +272,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         return output.packed
 
     def infer(self, packed: PackedInputs, pooling: str = "none", normalizes: bool = False) -> tuple[torch.Tensor, bool]:
-        """The same of a batch of which nobody wants gradients, whatever the mode, and which may be on the CPU still.
+        """The same of a batch of which no gradients are wanted, whatever the mode, and which may be on the CPU still.
 
         Where one op makes all of it, (what `pooling` and `normalizes` say, as at_once has them, True); else (the last
         hidden state, False).

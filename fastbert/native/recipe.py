@@ -184,7 +184,7 @@ def say(line: str) -> None:
 
 def extension(with_cuda: bool) -> Any:
     torch_builds = cpp_extension()
-    # Relative paths, as setuptools wants them: whoever builds is in `home()`.
+    # Relative paths, as setuptools wants them: a build runs in `home()`.
     paths = [p.relative_to(home()) for p in sources() if p.suffix != ".h" and (with_cuda or "cuda" not in p.parts)]
     flags: Any = COMPILE_FLAGS
     if with_cuda:
@@ -271,5 +271,5 @@ def main(folder: str) -> int:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder: its modules are nobody's but fastbert's
+    del sys.path[0]  # this folder: its modules are fastbert's alone
     sys.exit(main(sys.argv[1]))

@@ -28,7 +28,7 @@ class StepSeeds:
 
     def begin(self, seed: int) -> None:
         """A step's rows: as many as the longest one before it took. From the second step of a kind on they are written
-        where the last step's were, which nobody reads any more.
+        where the last step's were, which are not read any more.
         """
         self._generator.manual_seed(seed)
         rows, self.next_row = self._drawn(self._most), 0

@@ -184,7 +184,7 @@ def bar_of(windows: Any) -> dict[str, Any]:
 
 
 class _NoBar:
-    """What nobody sees: a tqdm that is disabled takes a fiftieth of one short text's time."""
+    """No bar: a tqdm that is disabled takes a fiftieth of one short text's time."""
 
     def __enter__(self) -> _NoBar:
         return self

@@ -25,7 +25,7 @@ class ProcessPool:
     def __init__(self, model: TextModel, devices: list[str | torch.device]):
         if not devices:
             raise InputError("a pool needs at least one device")
-        import multiprocessing  # here: nearly nobody needs them
+        import multiprocessing  # here: few need them
         from concurrent.futures import ProcessPoolExecutor
 
         context = multiprocessing.get_context("spawn")  # a fork of a process with threads, or with a GPU, hangs

@@ -152,7 +152,7 @@ class Checkpoints:
             shutil.rmtree(gone)
 
     def _damage(self, path: Path) -> str:
-        """What is wrong with this rank's share of a checkpoint's files, whoever wrote them; empty if nothing is."""
+        """What is wrong with this rank's share of a checkpoint's files, from any rank; empty if nothing is."""
         try:
             sums: dict[str, int] = {}
             for file in sorted(path.glob(_SUMS.format("*"))):

@@ -146,7 +146,7 @@ class FlatOptimizer:
         return self._step(self.state, self.numbers, max_norm)
 
     def step_other(self, max_norm: float) -> None:
-        """The same of a weight that nobody has: it compiles what `step` launches, and leaves the weights alone."""
+        """The same of a weight of its own: it compiles what `step` launches, and leaves the weights alone."""
         other = ops.FlatState([torch.zeros(8, device=self.weights[0].device)], [0])
         self._step(other, torch.zeros(4, device=other.gradients.device), max_norm)
 

@@ -125,7 +125,7 @@ class Loop:
             parts=options.parts,
             graphs=graphs,
         )
-        self._waiting: list[torch.Tensor] = []  # losses of earlier steps, which nobody has looked at
+        self._waiting: list[torch.Tensor] = []  # losses of earlier steps, which were not looked at
         self._tokens, self._since = 0, time.perf_counter()
         self._has_said = False
         self._signals: list[int] = []

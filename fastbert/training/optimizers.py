@@ -112,7 +112,7 @@ def catch_up(optimizer: torch.optim.Optimizer, rows: list[torch.Tensor] | None =
 
 class _WithoutDynamo(torch.optim.Optimizer):
     """torch's optimizer without the decorator that keeps torch.compile out of these methods. At the first call that
-    imports torch._dynamo, which takes half a second; nobody compiles a step here.
+    imports torch._dynamo, which takes half a second; no step is compiled here.
     """
 
     add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
@@ -125,9 +125,9 @@ class AdamW(_WithoutDynamo, torch.optim.AdamW):
     """torch's AdamW, whose state it has. In `clip_and_step` all weights take one pass, clipping included
     (fastbert.ops.adamw on a CPU, adamw_flat on a GPU).
 
-    Rows of a table that has sparse gradients take a step only when they are looked up again: whoever reads such a table
-    calls `catch_up` before, and so does whoever writes to it, loads a state into the model for example (what PyTorch
-    notices of that is an error). The optimizer does so itself before its state is read or loaded. Each step goes by the
+    Rows of a table that has sparse gradients take a step only when they are looked up again. Call `catch_up` before you
+    read such a table or write to it, before you load a state into the model for example (what PyTorch notices of that
+    is an error). The optimizer does so itself before its state is read or loaded. Each step goes by the
     options of its group at that time, whenever a row takes it.
     """
 

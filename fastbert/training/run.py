@@ -87,7 +87,7 @@ def _train(
         metrics = None
         if process_group.is_main:
             whole.eval()
-            with torch.no_grad():  # without autocast, as what is saved runs where nobody asks for another format
+            with torch.no_grad():  # without autocast, as what is saved runs where no other format is asked for
                 metrics = {f"eval_{name}": float(value) for name, value in task.evaluate(whole).items()}
         return _from_main(metrics, process_group)
 

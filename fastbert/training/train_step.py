@@ -26,8 +26,8 @@ from fastbert.training.task import Phase, Task
 class TrainStep:
     """Forward and backward of a step's batches, clipping and the optimizer.
 
-    graphs: what captures steps; None: CUDA graphs, on a GPU. `losses`: of the steps that nobody has read. `objections`:
-    why steps ran op by op where they might have been captured; who has read them clears them.
+    graphs: what captures steps; None: CUDA graphs, on a GPU. `losses`: of steps, those not read yet. `objections`:
+    why steps ran op by op where they might have been captured; their reader clears them.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ def assert_same(model, plain, real: torch.Tensor, **inputs) -> None:
 @pytest.mark.parametrize("index", range(4))
 @decoders_axis
 def test_padding_on_the_left(model_type, index, no_fallback):  # noqa: F811
-    """As their tokenizers pad; nobody reads a first column."""
+    """As their tokenizers pad; a first column is never read."""
     plain, model = pair(model_type, index=index)
     assert_same(model, plain, LEFT.bool(), input_ids=IDS, attention_mask=LEFT)
 

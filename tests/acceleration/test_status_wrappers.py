@@ -1,4 +1,4 @@
-"""What fastbert.status says of a model in other libraries' wrappers: what its calls really did, whoever made them."""
+"""What fastbert.status says of a model in other libraries' wrappers: what its calls really did."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_rows_are_read_across_row_groups(source, texts):
 
 
 def test_all_blocks_have_the_bits_of_one_process(source, tmp_path, model, texts):
-    """Whoever writes them, in whatever order, and however often."""
+    """Whichever worker writes them, in whatever order, and however often."""
     plan = plan_of(source, tmp_path / "out")
     workers = [BlockWorker(settings(model), str(source), str(tmp_path / "out")) for _ in range(2)]
     for i, block in enumerate([*reversed(plan.blocks), plan.blocks[2]]):

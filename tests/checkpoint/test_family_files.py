@@ -188,7 +188,7 @@ def test_unequal_parts(index, monkeypatch, tmp_path):
 @halved
 @families_axis
 def test_config_entries_are_kept(model_type, tmp_path):
-    """What transformers writes into config.json, with entries that nobody knows: after loading and saving the same."""
+    """What transformers writes into config.json, with unknown entries: after loading and saving the same."""
     config = make_config(model_type, 0)
     theirs = transformers.CONFIG_MAPPING[model_type].from_dict(
         {**config.to_dict(), "somebodys_own": {"list": [1, 2.5, None]}, "torch_dtype": "float32"}
@@ -221,7 +221,7 @@ def test_defaults(model_type):
 
 @families_axis
 def test_whether_a_base_model_has_a_pooler(model_type):
-    """As transformers' class has, where nobody asks for one."""
+    """As transformers' class has, where none is asked for."""
     config = make_config(model_type, 0)
     theirs = hf_class(model_type, "Model")(hf_config(config))
     ours = CLASSES[model_type, "Model"](config)

@@ -1,4 +1,4 @@
-"""A folder that others save into while it is read or saved: nobody gets an error, or files of two saves, or waits in
+"""A folder that others save into while it is read or saved: none gets an error, or files of two saves, or waits in
 silence. Kills are in test_killed_saves.py."""
 
 from __future__ import annotations

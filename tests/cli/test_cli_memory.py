@@ -1,4 +1,4 @@
-"""Who loads a model to run it only frees the weights that have packed copies; a library's classes keep them."""
+"""Commands that only run a model free the weights that have packed copies; a library's classes keep them."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_bits(tmp_path, model, source, w
 
 
 # Writes 4 chunks of 2 rows, each committed, in children that kill themselves before the nth call that changes a file.
-# For each n a second child, which nobody kills, goes on with what the first has left.
+# For each n a second child, which is not killed, goes on with what the first has left.
 KILLED_AT_EVERY_CALL = """
 import os, signal, sys
 from pathlib import Path

@@ -102,7 +102,7 @@ def test_a_run_goes_on_where_it_stopped():
 @pytest.mark.parametrize("tokens,max_examples", [(512, None), (600, 1), (2048, 7), (10**6, None), (10**6, 64)])
 @pytest.mark.parametrize("count", [1, 2, 65, 130])
 def test_what_is_in_a_step_does_not_depend_on_ranks_and_parts(count, tokens, max_examples, group):
-    """Also where a step has fewer examples than there are ranks and parts. Nobody waits for a batch that does not come:
+    """Also where a step has fewer examples than there are ranks and parts. No rank waits for a batch in vain:
     all ranks have as many, of as many steps as `Steps` counts."""
     steps = Steps(draw_lengths(count), tokens, max_examples, seed=3, group_by_length=group)
     for epoch, world_size, parts in product((0, 1), (1, 2, 3, 8), (1, 2, 5)):

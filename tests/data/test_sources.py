@@ -22,7 +22,7 @@ LINES = {
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_nobody_is_asked_about_a_file(name, tmp_path, monkeypatch):
+def test_no_server_is_asked_about_a_file(name, tmp_path, monkeypatch):
     """Offline it would take three to five seconds a file until the name of who counts its readers is not found."""
     asked = []
 

@@ -64,7 +64,7 @@ CONFIG = config_for("bert", "SequenceClassification")
 
 
 def losses(way: str, order: str, model: nn.Module) -> tuple[list[float], tuple[int, int]]:
-    """Of a few steps, with a call in eval mode behind each: between two steps nobody may keep weights of before. Then
+    """Of a few steps, with a call in eval mode behind each: between two steps no weights of before may be kept. Then
     of a call after weights were gathered and let go of by hand, and of transformers' own model with the whole state.
     """
     plain, model = copy.deepcopy(model).eval(), copy.deepcopy(model).train()

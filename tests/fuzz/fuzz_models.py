@@ -259,7 +259,7 @@ def run_case(draw: Draw) -> None:
         draw.doing = "dropped"
         gc.collect()
         kept = [type(model()).__name__ for model in models if model() is not None]
-        assert not kept, f"models that nobody holds are not freed: {kept}"
+        assert not kept, f"models that are not held any more are not freed: {kept}"
 
 
 def run_steps(draw: Draw) -> list[weakref.ref[nn.Module]]:

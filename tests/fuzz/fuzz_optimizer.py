@@ -166,7 +166,7 @@ def look(draw: Draw) -> Action:
 
 
 def write(draw: Draw) -> Action:
-    """Into the weights, by whoever has caught up before."""
+    """Into the weights, behind catch_up."""
 
     def act(run: Run) -> None:
         run.catch_up()

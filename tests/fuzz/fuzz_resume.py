@@ -1,6 +1,6 @@
 """`fastbert finetune --resume`: runs that a signal ends, and what may have changed before they go on.
 
-With nothing changed the bytes are those of a run that nobody disturbed. What has changed is refused by its name, in one
+With nothing changed the bytes are those of an undisturbed run. What has changed is refused by its name, in one
 line; the folder stays as it was, and once the change is undone, the run goes on.
 """
 

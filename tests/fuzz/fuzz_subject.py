@@ -26,7 +26,7 @@ class Subject:
     is_ours: bool
     compiled: Callable | None = None
     is_inference: bool = False  # its weights are inference tensors: all that is done to it is done in that mode
-    is_untold: bool = False  # of a write that nobody recorded: calls in inference mode may miss it
+    is_untold: bool = False  # of a write without a record: calls in inference mode may miss it
     replaced: dict[str, torch.Tensor] | None = None  # weights that the next calls have, by torch.func.functional_call
     may_refuse: bool = False  # the last step made a tree for which one clear error is right, too
     is_strange: bool = False  # it has been made into what transformers' own forward may fail on

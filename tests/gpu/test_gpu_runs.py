@@ -59,7 +59,7 @@ def test_a_part_gets_what_is_left_and_a_little_less_for_itself(template, monkeyp
 
 
 @pytest.mark.parametrize("code,said", ((1, "its process ended with exit code 1"), (suite.HAS_FAILED, None)))
-def test_an_exception_that_nobody_expected_is_not_taken_for_a_result(code, said, template, monkeypatch):
+def test_an_unexpected_exception_is_not_taken_for_a_result(code, said, template, monkeypatch):
     monkeypatch.setattr(suite, "run_limited", lambda command, seconds: subprocess.CompletedProcess(command, code))
     assert suite.run(["ops"], template, arguments=["--smoke"]) == 1
     path = template.path.with_name("ops.json")
@@ -108,7 +108,7 @@ def test_what_a_command_has_started_ends_with_it(tmp_path, monkeypatch):
 
     def times_out(process, timeout):
         os.set_blocking(reader, True)
-        while os.read(reader, 1) == b"":  # nobody has opened it yet
+        while os.read(reader, 1) == b"":  # it is not open yet
             time.sleep(0.01)
         raise subprocess.TimeoutExpired(process.args, timeout)
 

@@ -117,7 +117,7 @@ def test_every_case_is_checked(cases):
 
 class NoKernels(Launches):
     def __init__(self):
-        super().__init__(None)  # nobody launches
+        super().__init__(None)  # nothing launches
 
 
 def trace_of(step, *tensors: torch.Tensor, recorder: Recorder | None = None) -> Trace:

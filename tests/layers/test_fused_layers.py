@@ -213,7 +213,7 @@ SCALE_WRITES = {
 @pytest.mark.parametrize("name", ("input_scale", "weight_scale", "bias"))
 @pytest.mark.parametrize("write", SCALE_WRITES)
 def test_what_belongs_to_int8_weights_is_read_at_each_call(calls, write, name):
-    """By the fused layers, and by the leaf itself, whoever wrote it and however."""
+    """By the fused layers, and by the leaf itself, however it was written."""
     model = fastbert.quantize(make(), "int8")
     x = torch.randn(3, query(model).in_features)
     before, alone = run(model), query(model)(x)

@@ -1,7 +1,7 @@
 """Training runs with all layers as one op, beside the same runs op by op: what a step's tests of gradients would miss.
 
 Both runs are in bf16 under autocast, in Triton's interpreter. The oracle is the run whose layers are the ops in
-float32, with the same masks: the rows of seeds are the same, whoever draws them. A run may err as much as the error
+float32, with the same masks: the rows of seeds are the same, however they are drawn. A run may err as much as the error
 rule says, over the curve and at its worst step.
 """
 

@@ -162,7 +162,7 @@ def test_labels_go_by_the_decoder_and_the_classifier():
 @pytest.mark.full
 @torch.no_grad()
 def test_unchecked_and_compiled_models_raise_on_a_cpu(unchecked):
-    """By the op itself, since nobody looks before."""
+    """By the op itself, since nothing looks before."""
     torch.compiler.reset()  # or what other tests compiled makes more of its sizes dynamic
     model = make_model(num_hidden_layers=1)
     compiled = torch.compile(model.encode_packed, backend="aot_eager", fullgraph=True)

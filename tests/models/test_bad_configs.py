@@ -158,7 +158,7 @@ def test_fields_together(fields, message):
 
 
 def test_what_is_odd_but_means_something(folder, file):
-    """Ids that are lists, labels that are numbers, a dtype that nobody reads; names of other labels; no activation."""
+    """Ids that are lists, labels that are numbers, a dtype that is not read; names of other labels; no activation."""
     entries = json.loads((folder / "config.json").read_text())
     file("config.json", {**entries, "eos_token_id": [3, 4], "id2label": {"0": 1, "1": 2.5}, "torch_dtype": [5]})
     model = AutoModel.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""fastbert.packed_weights.keep_packed_only: the bits stay, the weights go, and whoever reads one is told."""
+"""fastbert.packed_weights.keep_packed_only: the bits stay, the weights go, and to read one is an error."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def run(model, backend=None):
 @halved
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("dtype", ("float32", "int8"))
-def test_whoever_reads_a_weight_is_told(folder, tmp_path, reader, dtype):
+def test_to_read_a_weight_is_an_error(folder, tmp_path, reader, dtype):
     model = served(folder, dtype).model
     weight = gone(model)[0]
     if dtype == "int8" and reader in ("half", "to another dtype"):
@@ -130,7 +130,7 @@ def test_whoever_reads_a_weight_is_told(folder, tmp_path, reader, dtype):
     assert weight.shape == model.encoder.layer[0].attention.self.query.weight.shape and weight.numel() == 64 * 64
 
 
-def test_dlpack_which_asks_nobody_gets_nothing(folder):
+def test_dlpack_which_does_not_ask_gets_nothing(folder):
     weight = gone(served(folder).model)[0]
     assert torch.from_dlpack(torch.utils.dlpack.to_dlpack(weight)).isnan().all()
 

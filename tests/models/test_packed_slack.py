@@ -103,7 +103,7 @@ def test_a_batch_with_padded_outputs_is_refused(mask):
 
 
 def test_bounds_hold_the_ids_of_slack():
-    """And stay unknown where nobody has looked."""
+    """And stay unknown where nothing has looked."""
     batch = PackedBatch(None, torch.tensor([0, 1]), 1, 1, None, 1, bounds={"input_ids": (5, 7)})
     assert batch.with_capacity(2, 2, 0, 3).bounds == {"input_ids": (0, 7)}
     assert PackedBatch(None, torch.tensor([0, 1]), 1, 1, None, 1).with_capacity(2, 2, 0, 3).bounds is None

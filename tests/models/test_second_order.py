@@ -56,7 +56,7 @@ def test_gradients_of_gradients(model_type, head):
 
 @pytest.mark.parametrize("length", (5, 300))  # the longer one is beyond where scores are otherwise written down
 def test_a_training_step_through_dropout_and_ids(length):
-    """A penalty on gradients, as whoever asks for create_graph has it: every parameter gets one."""
+    """A penalty on gradients, for which create_graph is asked: every parameter gets one."""
     manual_seed(0)
     model = make("bert", "MaskedLM").float().train(length < 100)  # SDPA's own dropout would hide what it cannot do
     ids = torch.randint(1, 12, (2, length))

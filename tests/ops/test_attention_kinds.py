@@ -145,7 +145,7 @@ def test_any_scale_in_windows(backend, dtype, window_size):
 @each_dtype
 @each_kernel
 def test_dropout_goes_by_token_head_and_key(backend, dtype):
-    """The mask is the same whatever a query sees, and whoever shares keys."""
+    """The mask is the same whatever a query sees, and whichever heads share keys."""
     for case in (FEW,) if backend == "triton" else (RAGGED, LONG):
         keep = kept(backend, case, 4, 0.25, 7, dtype)
         options = {"window_size": (20, 9), "window_positions": positions(case), "rotary": rotary_of(case, 32)}

@@ -1,4 +1,4 @@
-"""Kernels have first derivatives only: whoever differentiates or transforms their backward is told, and gets no 0."""
+"""Kernels have first derivatives only: to differentiate or transform their backward is an error, and no 0."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ OFFSETS = ([0, 2**20], [0, 5, 13], [-7, 12], [0, 7, 5, 12], [0, 12, 0, 12, 0, 12
 @needs_triton
 @pytest.mark.parametrize("offsets", OFFSETS, ids=str)
 def test_offsets_beyond_the_tokens(offsets):
-    """Pooling gives NaN; attention, whose results are then nobody's, stays within the batch and its list of tiles."""
+    """Pooling gives NaN; attention, whose results belong to no text, stays within the batch and its list of tiles."""
     cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=ON_GPU)
     x = rows_between(12).to(ON_GPU)
     is_span = torch.tensor([0 <= a <= b <= 12 for a, b in pairwise(offsets)], device=ON_GPU)

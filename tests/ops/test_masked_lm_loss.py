@@ -168,7 +168,7 @@ def test_what_takes_no_gradient_gets_none(frozen):
     assert [name for name, t in leaves.items() if t.grad is None] == [frozen]
 
 
-def test_without_gradients_nobody_asks_for_operands():
+def test_without_gradients_no_operands_are_asked_for():
     with use_backend("triton"), torch.no_grad():
         assert "gradients are off" in ops.try_fused("masked_lm_loss", torch.zeros(2, 8), pytest.fail)
 

@@ -167,7 +167,7 @@ def test_traced():
     assert all(torch.equal(t.grad, gradients[name]) for name, t in tensors.items())
 
 
-def test_whoever_asks_for_torch_gets_three_products():
+def test_on_torch_there_are_three_products():
     """By name for the call, or for all calls; they are differentiable twice, the merged product is once."""
     weights, biases = split(tensors := {name: t.requires_grad_() for name, t in operands().items()})
     for name, backend in (("auto", "torch"), ("torch", None), (MERGING, "torch")):

@@ -1,4 +1,4 @@
-"""Packed weights in a process: their memory goes with them, whoever held them last; threads, errors, warnings."""
+"""Packed weights in a process: their memory goes with them, in every thread; threads, errors, warnings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients reach weights by autograd's own nodes: whoever stands there, in C++ too, sees each of them once.
+"""Gradients reach weights by autograd's own nodes: a hook there, in C++ too, sees each of them once.
 
 DDP's reducer, FSDP2 and optimizers that step in backward stand at AccumulateGrad nodes. So do hooks there, and what
 `backward(inputs=...)` asks for. Of each op, and of whole models, whose layers and heads are one op each.

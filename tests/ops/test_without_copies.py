@@ -156,7 +156,7 @@ def test_no_copy_is_kept():
     ops.linear(x[:MOST], weight, None, backend="cpu").sum().backward()
     assert _C.packed_bytes() == held
     ops.linear(x, weight, None, backend="cpu").sum().backward()
-    assert _C.packed_bytes() == held  # nobody may ask for it again
+    assert _C.packed_bytes() == held  # it may not be needed again
     ops.linear(x, weight, None, backend="cpu").sum().backward()
     assert _C.packed_bytes() > held
 

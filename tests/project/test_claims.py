@@ -16,7 +16,7 @@ ROWS = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", (ROOT / "docs" / "ecosyst
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_nobody_is_fastest_on_gpus_before_one_has_said_so(page):
+def test_no_claim_of_speed_on_gpus_before_one_was_measured(page):
     """Until a GPU has run `make gpu` and its results are here."""
     results = ROOT / "benchmarks" / "results"
     if any(path.is_dir() and re.search("nvidia|[ahb][12]00", path.name) for path in results.iterdir()):

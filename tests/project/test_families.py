@@ -110,7 +110,7 @@ def test_classes_are_those_of_the_data():
 
 def test_no_family_is_named_outside_of_the_families():
     """What depends on the family is in its data: nothing else compares a model_type with a name of one. Only bench
-    does: which peers can do what is nobody's data here.
+    does: which peers can do what is not among our data.
     """
     for path in PACKAGE.rglob("*.py"):
         if path.parent.name in ("families", "bench"):

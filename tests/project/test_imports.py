@@ -131,7 +131,7 @@ def test_an_installation_without_kernels_says_so_once(way):
 
 
 @pytest.mark.full  # asks as test_cli_build.py's processes do
-def test_whoever_asks_for_torch_is_told_nothing_of_kernels():
+def test_with_torch_nothing_is_said_of_kernels():
     blocked = "import sys; sys.modules['fastbert._C'] = None\n" + textwrap.dedent(MODELS)
     imports = blocked.replace("shape =", "import fastbert.ops, fastbert.models.auto; shape =")  # nor who imports alone
     assert not warnings_of(imports + "with fastbert.use_backend('torch'): fastbert.BertModel(config)")

@@ -33,7 +33,7 @@ def test_who_is_to_see_them_is_there():
 
 
 def test_faults_are_in_the_code_alone():
-    """A changed test, or a fault that nobody describes, would prove nothing."""
+    """A changed test, or a fault without a description, would prove nothing."""
     for fault in FAULTS:
         assert fault.changes and all(path.startswith(("csrc/", "fastbert/", "kernels/")) for path in fault.changes)
         assert fault.what.endswith(".") and fault.mended_by and fault.seen_by, fault.name

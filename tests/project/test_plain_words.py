@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from prose import ROOT, of, pages, sentences, words
 
@@ -22,6 +24,15 @@ def test_sentences_are_short(page):
     assert counted.mean <= MEAN
     assert not [each for each in sentences(page.read_text(encoding="utf-8")) if words(each) > LONGEST]
     assert counted.words <= WORDS.get(page.relative_to(ROOT).as_posix(), counted.words)
+
+
+def test_no_words_that_are_read_twice():
+    """In code and pages, beside texts that examples encode."""
+    files = [path for folder in ("fastbert", "csrc", "kernels", "docs") for path in (ROOT / folder).rglob("*.*")]
+    read = [path for path in files if path.suffix in (".py", ".h", ".cpp", ".cu", ".md") and path.name != "tour.nb.md"]
+    assert len(read) > 300
+    found = {path.name: set(re.findall(r"(?i)\b(?:whoever|nobody)\b", path.read_text("utf-8"))) for path in read}
+    assert not {name: words for name, words in found.items() if words}
 
 
 def test_what_a_sentence_is():

@@ -280,7 +280,7 @@ def test_tensors_are_let_go(tmp_path):
 @has_kernels
 @pytest.mark.parametrize("threads", (1, 2, 3, 8))
 def test_the_same_bits_for_any_number_of_threads(threads, tmp_path):
-    """More threads than cores, too: those that get none delay nobody, and change nothing."""
+    """More threads than cores, too: those that get none delay no other, and change nothing."""
     encoder = make(tmp_path, hidden_size=192, intermediate_size=640, num_attention_heads=6)
     before = torch.get_num_threads()
     expected = encoder.encode(TEXTS)

@@ -1,4 +1,4 @@
-"""Answers to JSON: part by part, so that a large one holds nobody up, and not more than a server can make."""
+"""Answers to JSON: part by part, so that a large one holds no other up, and not more than a server can make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Continuous batching: who shares a batch, that nothing waits, that failures and absent clients harm nobody else."""
+"""Continuous batching: who shares a batch, that nothing waits, that failures and absent clients harm no other."""
 
 from __future__ import annotations
 

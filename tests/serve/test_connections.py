@@ -209,7 +209,7 @@ def test_half_of_a_request_does_not_hide_that_the_server_lives(engine, monkeypat
             assert time.monotonic() < deadline
 
 
-def test_who_leaves_at_any_point_harms_nobody(engine):
+def test_a_client_that_leaves_at_any_point_harms_no_other(engine):
     with live(engine) as port:
         for i in range(0, len(POST), 7):
             with connection(port) as opened:

@@ -1,4 +1,4 @@
-"""Texts of megabytes: what was refused or cut is not kept, and a document holds up nobody who asks for a word."""
+"""Texts of megabytes: what was refused or cut is not kept, and a document holds up no request for a word."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_huge_texts_are_not_kept(model, text, times):
     (("/tokenize", {"inputs": "a " * 200_000}), ("/embed_all", {"inputs": ["a " * 62] * 500})),
     ids=("tokens", "vectors"),
 )
-def test_nobody_waits_for_a_large_answer(model, path, content):
+def test_no_request_waits_for_a_large_answer(model, path, content):
     """Of 13 MB, and of 90 MB: 8.2 million numbers. To read that JSON here would hold this process up, too."""
 
     def ask(port: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The log's lines: who does not read them holds up nobody."""
+"""The log's lines: a reader that does not read them holds up nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_all(end: int) -> list[str]:
 
 
 @pytest.mark.parametrize("blocks", (True, False))
-def test_lines_that_nobody_reads_are_dropped_and_counted(monkeypatch, blocks):
+def test_lines_that_are_not_read_are_dropped_and_counted(monkeypatch, blocks):
     """The pipe is full, and then what may wait. Who reads at last finds whole lines, and how many are not there."""
     monkeypatch.setattr(lines_module, "WAITING", 10_000)
     reading, writing = os.pipe()
@@ -83,7 +83,7 @@ def test_the_line_that_stands_for_lost_ones():
 
 
 @pytest.mark.full
-def test_a_server_whose_stdout_nobody_reads(tmp_path):
+def test_a_server_whose_stdout_is_not_read(tmp_path):
     with served(tiny.write_model(tmp_path / "model")) as (process, port):
         for _ in range(1000):
             assert post(port, {"inputs": 3})[0] == 422

@@ -1,4 +1,4 @@
-"""What who runs a server needs: a line a request and its id, web pages' origins, TLS, a root path, /docs."""
+"""What a server's operator needs: a line a request and its id, web pages' origins, TLS, a root path, /docs."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_headers_that_are_too_large(app, lines):
 
 
 def test_connections_above_the_limit(app, lines, monkeypatch):
-    """Those that ask, the oldest of those that do not, and who has not asked in time."""
+    """Those that ask, the oldest of those that do not, and those that have not asked in time."""
     monkeypatch.setattr(protocol, "SPARE", 1)
     monkeypatch.setattr(protocol, "GRACE_S", 0.3)
     with running(app, 1) as port, connection(port) as inside:

@@ -1,4 +1,4 @@
-"""With TLS, too, connections that only take room keep nobody out: in a handshake, behind it, and after a refusal."""
+"""With TLS, too, connections that only take room keep no client out: in a handshake, behind it, and after a refusal."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_who_has_gone_leaves_no_texts_behind(size, monkeypatch):
         assert await asyncio.to_thread(started.wait, 60)
         gone, late, last = [ask() for _ in range(5)], ask(0.01), ask()
         await asyncio.sleep(0)
-        first.cancel()  # its thread goes on, and nobody else's begins beside it
+        first.cancel()  # its thread goes on, and no other begins beside it
         for request, _ in gone:
             request.cancel()
         await asyncio.wait([first, late[0], *(request for request, _ in gone)])

@@ -12,7 +12,7 @@ from fastbert.serve.batching import Batcher
 
 
 def turns(program, budget: int = 100) -> list[list[str]]:
-    """The batches that `program(submit, take)` takes one by one, as names of their sequences; nobody computes."""
+    """The batches that `program(submit, take)` takes one by one, as names of their sequences; nothing is computed."""
     found: list[list[str]] = []
 
     async def main() -> None:

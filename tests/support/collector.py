@@ -17,8 +17,8 @@ _modules = 0
 
 
 def install() -> None:
-    """What a run of training freezes stays so: gc.unfreeze() would take all that was frozen before, too. And whoever
-    asks whether others froze something is told so at once: to count it takes 0.05 s, at each name of fastbert.
+    """What a run of training freezes stays so: gc.unfreeze() would take all that was frozen before, too. The
+    question whether others froze something is answered at once: to count it takes 0.05 s, at each name of fastbert.
     """
     gc.unfreeze = lambda: None
     gc.get_freeze_count = lambda: 1

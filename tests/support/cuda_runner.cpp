@@ -1,7 +1,7 @@
 // One launch of csrc/cuda in the emulation: `cuda_runner KERNEL up|down < operands > results`. Operands come in the
 // order in which the functions below take them: 'i' and int64, 'd' and double, or a buffer: 'n' (null), 'r' (read
 // only) or 'w' (sent back), int64 bytes, int64 offset from an aligned address, and the bytes. A buffer ends where its
-// memory ends, so that AddressSanitizer sees whoever goes on.
+// memory ends, so that AddressSanitizer sees who reads on.
 
 #include <cstdio>
 #include <cstdlib>

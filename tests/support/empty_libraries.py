@@ -38,7 +38,7 @@ def main() -> None:
                 wanted[version.lstrip("@")].add(name)
     missing = sorted(name for name in needed if NAMES.match(name) and not (options.libraries / name).exists())
     for name in missing:
-        # Versions have their library's name, but for NVSHMEM's; who has none finds its function in any of them.
+        # Versions have their library's name, but for NVSHMEM's; without one a function is found in any of them.
         version = "NVSHMEM" if "nvshmem" in name else name
         source = options.libraries / f"{name}.c"
         functions = wanted[version] | (wanted[""] if name == missing[0] else set())

@@ -120,7 +120,7 @@ class BatchReplaced(GraphedStep):
 
 
 class WeightMoved(GraphedStep):
-    """Nobody looks where the weights are, and one is elsewhere from the third step on."""
+    """It is not looked at where the weights are, and one is elsewhere from the third step on."""
 
     def __call__(self, *arguments, **options):
         if self._flat is not None and self._flat.step_number == 2:

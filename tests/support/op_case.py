@@ -1,4 +1,4 @@
-"""Operands of ops as nobody makes them by hand, and the comparison of an op with its formula in float64."""
+"""Operands of ops, too many to make by hand, and the comparison of an op with its formula in float64."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ _known: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()
 
 
 def remembered(compute: Callable[..., T], *given: Any, **options: Any) -> T:
-    """compute(*given, **options), which goes by what it is given alone: tensors, and what prints as what it is. Nobody
-    may write to the result.
+    """compute(*given, **options), which goes by what it is given alone: tensors, and what prints as what it is. The
+    result is not to be written to.
     """
     key = _key(compute, given, options)
     if key not in _known:

@@ -76,7 +76,7 @@ class Process:
             if given == subprocess.PIPE:
                 descriptor, writer = os.pipe()
                 theirs.append(writer)
-                reader = open(descriptor, encoding="utf-8")  # noqa: SIM115  (of whoever reads it)
+                reader = open(descriptor, encoding="utf-8")  # noqa: SIM115  (its reader's)
             elif given == subprocess.DEVNULL:
                 theirs.append(os.open(os.devnull, os.O_WRONLY))
             else:

@@ -13,7 +13,7 @@ def chart() -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_chart_that_nobody_looks_at(request, monkeypatch):
+def no_charts(request, monkeypatch):
     """To draw one takes four fifths of a tiny run."""
     if "chart" not in request.fixturenames:
         monkeypatch.setattr(run, "draw_chart", lambda folder: None)

@@ -62,7 +62,7 @@ def run(dtype: torch.dtype, step) -> list[torch.Tensor]:
     states = [optimizer.state[p] for p in model.parameters()]
     moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
     assert {float(state["step"]) for state in states} == {1.0 + len(NORMS)}
-    assert norms.pop(2).isnan()  # where nothing is clipped nobody asks for it
+    assert norms.pop(2).isnan()  # where nothing is clipped it is not asked for
     return [torch.stack(norms), *[p.detach() for p in model.parameters()], *moments]
 
 

@@ -1,4 +1,4 @@
-"""Losses of every task: slack enters no mean and is nobody's negative, and totals may be tensors."""
+"""Losses of every task: slack enters no mean and is no text's negative, and totals may be tensors."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 // The activation in cuBLASLt's epilogue too (GELU_AUX_BIAS forward, DGELU_BGRAD backward) would move less. By columns
 // of the wide matrix in 2 bytes, and per token: forward for backward's sake 2 instead of 3 trips, for inference 1
 // instead of 3, backward 4 instead of 5, or 2 if forward kept inner as well. With intermediate_size 3072 a trip is 6144
-// bytes. It is not used: those epilogues know the tanh GELU alone, which is ALBERT's and nobody else's among our
+// bytes. It is not used: those epilogues know the tanh GELU alone, which is ALBERT's alone among our
 // families, and torch hands out neither their second result nor the backward one.
 
 #include "../../cuda/feed_forward.h"

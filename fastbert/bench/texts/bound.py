@@ -20,6 +20,6 @@ def readers(size: int) -> list[Callable[[], object]]:
 def read_seconds(ways: list[Callable[[], object]], min_seconds: float) -> float:
     """A read by the fastest of the ways, over as many as fill `min_seconds` each.
 
-    One read follows the other: what fits into a cache stays there, as weights do for who runs nothing else.
+    One read follows the other: what fits into a cache stays there, as weights do where nothing else runs.
     """
     return min(measure_once(way, min_seconds) for way in ways)

@@ -18,7 +18,7 @@ LINES = {
     "openvino": ("OpenVINO (in int8 the better of two)", CHART_GROUPS["openvino"][1], "D"),
     "fastbert": ("fastbert", CHART_GROUPS["fastbert"][1], "o"),
 }
-BARS = {"ctranslate2": "#CC79A7", "fastembed": "#009E73"}  # who has no line, in colours of the same list
+BARS = {"ctranslate2": "#CC79A7", "fastembed": "#009E73"}  # contestants without a line, in colours of the same list
 TEXT, GRID = "#333333", "#dddddd"
 
 

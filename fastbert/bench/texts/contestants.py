@@ -25,7 +25,7 @@ from fastbert.bench.runtimes import onnxruntime_file, onnxruntime_session, openv
 from fastbert.bench.texts.folder import cutting_tokenizer
 from fastbert.messages import absent, install
 
-BATCH_SIZE = 32  # texts, of who takes a number of them
+BATCH_SIZE = 32  # texts, where a contestant takes a number of them
 
 Rows = Callable[[list[str]], Any]  # texts -> float32 (texts, hidden_size), in their order
 Run = Callable[[np.ndarray, np.ndarray], np.ndarray]  # input_ids, attention_mask -> last hidden states

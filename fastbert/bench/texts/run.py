@@ -69,7 +69,7 @@ class Steps:
         return step(WORKER, **self.task(action, **task))
 
     def contestants(self, precision: str, action: str, **task: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(the tasks of who can compete at a precision, the results of all: empty, or why one can not)."""
+        """(the tasks of those that can compete at a precision, the results of all: empty, or why one can not)."""
         tasks: dict[str, Any] = {}
         results: dict[str, Any] = {}
         for name in self.settings.contestants:

@@ -67,7 +67,7 @@ def spread_places(texts: Sequence[str], count: int = CHECKED_SEQUENCES) -> list[
 
 
 def _write_ids(task: dict[str, Any], texts: list[list[int]]) -> None:
-    """For who calibrates."""
+    """For contestants that calibrate."""
     Path(task["folder"], CALIBRATION_FILE).write_text(json.dumps(texts), encoding="utf-8")
 
 

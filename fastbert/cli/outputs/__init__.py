@@ -45,7 +45,7 @@ class _Stdout:
             with held():
                 self._write(line)
                 sys.stdout.flush()
-        except BrokenPipeError:  # nobody reads any more, which is no error
+        except BrokenPipeError:  # the reader has gone, which is no error
             raise
         except OSError as error:
             raise OSError(error.errno, error.strerror, "standard output") from None

@@ -83,7 +83,7 @@ def _writes_scores(q, width: int) -> bool:
 def _scaled_product(a, b, scale: float):
     """a @ b * scale of batches of matrices."""
     if abs(scale) < torch.finfo(torch.float32).tiny:
-        # On CPUs baddbmm returns memory that nobody has written where alpha is 0, or 0 in fp32 (bf16, torch 2.13).
+        # On CPUs baddbmm returns memory that was not written where alpha is 0, or 0 in fp32 (bf16, torch 2.13).
         return torch.bmm(a, b) * scale
     # alpha scales the GEMM's fp32 accumulator; with beta = 0 the first operand is never read.
     return torch.baddbmm(a.new_zeros(()).expand(a.shape[0], a.shape[1], b.shape[2]), a, b, beta=0, alpha=scale)

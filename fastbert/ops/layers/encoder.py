@@ -37,7 +37,7 @@ class HeldEncoder:
             norm of their sum, (hidden_size,); None where there is none.
         eps: that norm's.
         first_position: of a text's first token, where padding's id is that less 1, and has this position itself; None:
-            0, and no id is special. Without a position table nobody counts.
+            0, and no id is special. Without a position table none is counted.
         layers: the layers.
         pooler: weight, bias, weight_scale and input_scale, as of `linear`, of the Linear before a pooler's tanh.
     """
@@ -83,7 +83,7 @@ _holding = threading.Lock()
 
 
 class EncoderOperands:
-    """infers: nobody wants gradients, whatever the mode."""
+    """infers: no gradients are wanted, whatever the mode."""
 
     __slots__ = ("held", "infers")
 

@@ -313,8 +313,8 @@ def repack(tensors: Iterable[torch.Tensor]) -> None:
 # What the extension asks Python for on behalf of packed weights (csrc/ops/storages.cpp, packed_weights.cpp)
 #
 # watch_storage: before it keeps something for a storage whose memory it has not met. That goes when the storage does,
-# or when its memory is seen to be another: torch keeps one Python object for as long as a storage lives, whoever holds
-# it.
+# or when its memory is seen to be another: torch keeps one Python object for as long as a storage
+# lives.
 # warn_of_weight: a warning that goes through Python's filters.
 
 _sees_fused_steps = False

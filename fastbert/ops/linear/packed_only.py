@@ -16,7 +16,7 @@ _PACK = define("pack_only_cpu", "(Tensor weight, int parts) -> Tensor", None)
 
 def pack_only(weight: torch.Tensor, parts: int) -> PackedOnly:
     """What takes the place of a weight that is packed now."""
-    # One element, expanded: it has no memory of its own. A number that no weight is, since DLPack asks nobody.
+    # One element, expanded: it has no memory of its own. A number that no weight is, since DLPack reads without asking.
     nothing = weight.new_full((), float("nan") if weight.is_floating_point() else -128)
     stand_in = torch.Tensor._make_subclass(PackedOnly, nothing.expand(weight.shape))
     stand_in.packed = _PACK(weight.detach(), parts).as_strided(weight.shape, (1, 0))

@@ -78,7 +78,7 @@ def product(x, weight, bias):
 
 
 def check_input_scale(scale: torch.Tensor) -> None:
-    """On a GPU nobody waits for its value, and a graph of torch.compile does not know it."""
+    """On a GPU its value is not waited for, and a graph of torch.compile does not know it."""
     if scale.device.type == "cpu" and not torch.compiler.is_compiling() and not 0 <= scale.item() < math.inf:
         raise RuntimeError(f"input_scale is {scale.item():g}; it must be 0 or positive")
 

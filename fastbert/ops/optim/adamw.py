@@ -43,7 +43,7 @@ class DeferredRows:
     same: its means decay, and move it. These steps need nothing but the row itself, so they wait until the row is
     looked up again, and are then done in one reading of it, with the bits that they would have had one by one.
 
-    weight, mean, square: the table's, (rows, ...). Nobody else writes to them while steps wait (count is not 0).
+    weight, mean, square: the table's, (rows, ...). Nothing else writes to them while steps wait (count is not 0).
     done: int32 (rows,), how many of the steps each row has had. history: float32 (room, 6), all that a step goes by:
     the learning rate, the decay, the betas and eps may be others in each. count: steps.
     """
@@ -193,7 +193,7 @@ def adamw(
             eps,
             max_norm,
         )
-        torch.autograd.graph.increment_version(changed)  # for whoever keeps something made of the weights
+        torch.autograd.graph.increment_version(changed)  # for those that keep something made of the weights
         for i, each in lates.items():
             each.count += 1
             each.note()

@@ -170,7 +170,7 @@ def _scores(
 ) -> torch.Tensor:
     rows = queries.vectors if queries.scales is None else queries.vectors.float() * queries.scales[:, None]
     vectors, device = documents.vectors, documents.vectors.device
-    if not vectors.shape[0] or not rows.shape[0]:  # whose width nobody knows
+    if not vectors.shape[0] or not rows.shape[0]:  # whose width is unknown
         width = max(rows.shape[1], vectors.shape[1])
         rows = rows if rows.shape[0] else rows.new_zeros(0, width)
         vectors = vectors if vectors.shape[0] else vectors.new_zeros(0, width)

@@ -19,7 +19,7 @@ class LossRing:
         self.sum = torch.zeros((), device=device)  # of the batches of this step so far
         self._losses = torch.zeros(capacity, device=device)
         self._at = torch.zeros(1, dtype=torch.int64, device=device)
-        self._first = 0  # the oldest that nobody has read
+        self._first = 0  # the oldest that was not read
 
     @property
     def is_full(self) -> bool:
@@ -35,7 +35,7 @@ class LossRing:
         self.sum.zero_()
 
     def count_step(self) -> None:
-        """The oldest is lost where nobody has read for as many steps as there are places."""
+        """The oldest is lost where none was read for as many steps as there are places."""
         if self.is_full:
             self._first = (self._first + 1) % self.capacity
         else:

@@ -224,7 +224,7 @@ class GraphedStep:
     def _run_optimizer(self, flat: FlatOptimizer) -> None:
         if self._optimize is not None:
             self._optimize()
-            torch.autograd.graph.increment_version(flat.weights)  # for whoever keeps something made of the weights
+            torch.autograd.graph.increment_version(flat.weights)  # for those that keep something made of the weights
         else:
             self._optimize = self._capture_optimizer(flat)
         flat.count_step()
