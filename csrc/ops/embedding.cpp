@@ -10,6 +10,7 @@
 #include "gradients.h"
 #include "layer_norm.h"
 #include "tensors.h"
+#include "workspace.h"
 
 namespace fastbert {
 namespace {
@@ -27,6 +28,30 @@ void check_ids(const char* name, const Array& ids, int64_t rows) {
   }
 }
 
+// Into `out`.
+void embed(const EmbedFwdTensors& t, double eps, const Array& out) {
+  const int64_t tokens = out.size(0), width = out.size(1);
+  check_ids("input_ids", t.ids, t.word.size(0));
+  if (t.position.defined()) check_ids("position_ids", t.positions, t.position.size(0));
+  if (t.token_type.defined()) check_ids("token_type_ids", t.types, t.token_type.size(0));
+  for_dtype(out.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    const EmbedFwd<T> args{
+        {t.word.data<const T>(), t.token_type.data<const T>(), t.position.data<const T>()},
+        {t.ids.data<const int64_t>(), t.types.data<const int64_t>(), t.positions.data<const int64_t>()},
+        {1, 0, 0},
+        width,
+        out.data<T>()};
+    const int64_t grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width));
+    RowsDone norm;
+    if (t.weight.defined()) norm = add_norm_rows(out, {}, {}, {Norm::kLayer, t.weight, t.bias, eps}, out, {});
+    parallel_for(0, tokens, grain, [&](int64_t begin, int64_t end) {
+      embed_fwd(args, begin, end);
+      if (norm) norm(begin, end);
+    });
+  });
+}
+
 }  // namespace
 
 Array embed_fwd_cpu(const OptionalArray& input_ids, const OptionalArray& position_ids,
@@ -35,27 +60,20 @@ Array embed_fwd_cpu(const OptionalArray& input_ids, const OptionalArray& positio
                     double eps) {
   const auto t =
       embed_fwd_tensors(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, cpu());
-  const int64_t tokens = t.out.size(0), width = t.out.size(1);
-  check_ids("input_ids", t.ids, t.word.size(0));
-  if (t.position.defined()) check_ids("position_ids", t.positions, t.position.size(0));
-  if (t.token_type.defined()) check_ids("token_type_ids", t.types, t.token_type.size(0));
-  for_dtype(t.out.scalar_type(), [&](auto zero) {
-    using T = decltype(zero);
-    const EmbedFwd<T> args{
-        {t.word.data<const T>(), t.token_type.data<const T>(), t.position.data<const T>()},
-        {t.ids.data<const int64_t>(), t.types.data<const int64_t>(), t.positions.data<const int64_t>()},
-        {1, 0, 0},
-        width,
-        t.out.data<T>()};
-    const int64_t grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width));
-    RowsDone norm;
-    if (t.weight.defined()) norm = add_norm_rows(t.out, {}, {}, {Norm::kLayer, t.weight, t.bias, eps}, t.out, {});
-    parallel_for(0, tokens, grain, [&](int64_t begin, int64_t end) {
-      embed_fwd(args, begin, end);
-      if (norm) norm(begin, end);
-    });
-  });
-  return t.out;
+  const Array out = empty(t.out_sizes, t.word);
+  embed(t, eps, out);
+  return out;
+}
+
+Array embed_in_workspace(const OptionalArray& input_ids, const OptionalArray& position_ids,
+                         const OptionalArray& token_type_ids, const Array& word, const OptionalArray& position,
+                         const OptionalArray& token_type, const OptionalArray& weight, const OptionalArray& bias,
+                         double eps) {
+  const auto t =
+      embed_fwd_tensors(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, cpu());
+  const Array out = workspace(t.out_sizes, t.word.scalar_type());
+  embed(t, eps, out);
+  return out;
 }
 
 Array embed_bwd_cpu(const Array& dout_, const Array& ids_, const Array& table, int64_t padding_idx) {

@@ -1,4 +1,4 @@
-// The tensors of embed_layer_norm's forward, checked and allocated as every backend does it. Absent ones are undefined.
+// The tensors of embed_layer_norm's forward, checked as every backend does it. Absent ones are undefined.
 #pragma once
 
 #include "tensors.h"
@@ -7,7 +7,7 @@ namespace fastbert {
 
 struct EmbedFwdTensors {
   Array ids, positions, types, word, position, token_type, weight, bias;
-  Array out;
+  Shape out_sizes;
 };
 
 inline EmbedFwdTensors embed_fwd_tensors(const OptionalArray& input_ids, const OptionalArray& position_ids,
@@ -31,7 +31,7 @@ inline EmbedFwdTensors embed_fwd_tensors(const OptionalArray& input_ids, const O
   }
   t.weight = checked_if_defined("weight", weight, {width}, dtype, device);
   t.bias = checked_if_defined("bias", bias, {width}, dtype, device);
-  t.out = empty({tokens, width}, t.word);
+  t.out_sizes = {tokens, width};
   return t;
 }
 

@@ -131,14 +131,14 @@ std::vector<Array> encoder_cpu(const Array& input_ids, const OptionalArray& toke
   }
   std::vector<Array> results;
   with_team([&] {
-    const Array x =
-        embed_fwd_cpu(ids, positions, token_type_ids, tables[0], position, tables[2], tables[3], tables[4], held->eps);
-    const std::vector<Array> none;
+    const auto embed = pooling == "none" ? embed_fwd_cpu : embed_in_workspace;  // what is pooled is not returned
     const Array out =
-        run_layers(x, offsets,
-                   {held->weights, held->biases, held->weight_scales, held->input_scales, held->norms, held->activation,
-                    held->layers, held->specs, held->final_eps},
-                   {none, {}, {}, {}}, {{}, {}, none}, versions, infers ? Comparison::kShare : comparison_of_call());
+        embed(ids, positions, token_type_ids, tables[0], position, tables[2], tables[3], tables[4], held->eps);
+    const std::vector<Array> none;
+    run_layers(out, offsets,
+               {held->weights, held->biases, held->weight_scales, held->input_scales, held->norms, held->activation,
+                held->layers, held->specs, held->final_eps},
+               {none, {}, {}, {}}, {{}, {}, none}, versions, infers ? Comparison::kShare : comparison_of_call(), out);
     const auto pooled = [&](const std::string& mode) {
       return std::get<0>(pooling_fwd_cpu(out, offsets, mode, false));
     };

@@ -12,8 +12,9 @@ namespace fastbert {
 
 namespace {
 
-Array run_in_turn(const Array& x, const Array& cu_seqlens, const LayerStack& stack, const AttentionTables& tables,
-                  const RelativeLists& relative, const std::vector<int64_t>& versions, Comparison comparison) {
+void run_in_turn(const Array& x, const Array& cu_seqlens, const LayerStack& stack, const AttentionTables& tables,
+                 const RelativeLists& relative, const std::vector<int64_t>& versions, Comparison comparison,
+                 const Array& out) {
   const std::vector<int64_t>& layers = stack.layers;
   const std::vector<LayerSpec>& specs = stack.specs;
   check(x.dim() == 2 && !layers.empty(), "x has shape ", x.sizes(), ", there are ", layers.size(), " layers");
@@ -24,7 +25,7 @@ Array run_in_turn(const Array& x, const Array& cu_seqlens, const LayerStack& sta
 
   // One set of buffers serves all layers: it stays in the cache. `normed` has what the last norm gave, but for the one
   // behind a layer, which gives `out`.
-  const Array out = empty_like(x), none;
+  const Array none;
   const auto make = [&](const Shape& shape) { return workspace(shape, dtype); };
   Heads heads;
   Array context, flat_context, product, normed;
@@ -118,7 +119,6 @@ Array run_in_turn(const Array& x, const Array& cu_seqlens, const LayerStack& sta
     hidden = out;  // nothing reads a layer's input once its last product runs
   }
   terms.finish();
-  return out;
 }
 
 // What the weights take as products in `dtype` read them. Of those that are packed only, int8 or not: as int8 if any
@@ -136,12 +136,11 @@ int64_t packed_bytes_of(const LayerStack& stack, ScalarType dtype) {
 
 }  // namespace
 
-Array run_layers(const Array& x, const Array& cu_seqlens, const LayerStack& stack, const AttentionTables& tables,
-                 const RelativeLists& relative, const std::vector<int64_t>& versions, Comparison comparison) {
+void run_layers(const Array& x, const Array& cu_seqlens, const LayerStack& stack, const AttentionTables& tables,
+                const RelativeLists& relative, const std::vector<int64_t>& versions, Comparison comparison,
+                const Array& out) {
   const StackProducts products(packed_bytes_of(stack, x.scalar_type()));
-  Array out;
-  with_team([&] { out = run_in_turn(x, cu_seqlens, stack, tables, relative, versions, comparison); });
-  return out;
+  with_team([&] { run_in_turn(x, cu_seqlens, stack, tables, relative, versions, comparison, out); });
 }
 
 Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Array>& weights, const List<Array>& biases,
@@ -154,11 +153,12 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
                          const OptionalArray& relative_positions, const std::vector<Array>& relative,
                          const std::vector<int64_t>& versions) {
   const std::vector<LayerSpec> specs = layer_specs(ints, floats);
-  return run_layers(
-      x, cu_seqlens,
-      {weights, biases, weight_scales, input_scales, norms, activation_of(activation), layers, specs, final_eps},
-      {rotary, rotary_layouts, window_positions, num_keys}, {relative_rows, relative_positions, relative}, versions,
-      comparison_of_call());
+  const Array out = empty_like(x);
+  run_layers(x, cu_seqlens,
+             {weights, biases, weight_scales, input_scales, norms, activation_of(activation), layers, specs, final_eps},
+             {rotary, rotary_layouts, window_positions, num_keys}, {relative_rows, relative_positions, relative},
+             versions, comparison_of_call(), out);
+  return out;
 }
 
 }  // namespace fastbert

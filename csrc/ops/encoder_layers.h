@@ -20,10 +20,11 @@ struct LayerStack {
   const std::optional<double>& final_eps;
 };
 
-// x (total_tokens, hidden_size) through all layers. versions: the weights', or none, and each is asked for. comparison:
-// of the weights with their packed copies.
-Array run_layers(const Array& x, const Array& cu_seqlens, const LayerStack& stack, const AttentionTables& tables,
-                 const RelativeLists& relative, const std::vector<int64_t>& versions, Comparison comparison);
+// x (total_tokens, hidden_size) through all layers, into `out`, which may be x. versions: the weights', or none, and
+// each is asked for. comparison: of the weights with their packed copies.
+void run_layers(const Array& x, const Array& cu_seqlens, const LayerStack& stack, const AttentionTables& tables,
+                const RelativeLists& relative, const std::vector<int64_t>& versions, Comparison comparison,
+                const Array& out);
 
 Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Array>& weights, const List<Array>& biases,
                          const List<Array>& weight_scales, const List<Array>& input_scales, const List<Array>& norms,

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,9 +11,9 @@ from batches import make_batch
 from family_configs import config_for
 from full import halved, left_to_full
 from hf import make_hf
+from peak_bytes import peak_bytes
 from seeds import manual_seed, torch_generator
 from test_accelerate import make_labels, no_fallback, one_thread, run  # noqa: F401
-from torch.profiler import ProfilerActivity, profile
 
 import fastbert
 
@@ -23,18 +22,6 @@ SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": LAYER
 LENGTHS = torch.tensor([64, 5, 40, 22, 64, 9, 13, 31])
 IDS = torch.randint(5, 43, (8, 64), generator=torch_generator(0))
 INPUTS = {"input_ids": IDS, "attention_mask": (torch.arange(64) < LENGTHS[:, None]).long()}
-
-
-def peak_bytes(run: Callable[[], None]) -> int:
-    """How many bytes were in use at most that were not before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    now = peak = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    return peak
 
 
 def train(model, checkpoints: bool, is_accelerated: bool, reentrant: bool = False) -> tuple:

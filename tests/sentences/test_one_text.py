@@ -11,6 +11,7 @@ import torch
 import warm
 from counted_ops import Ops
 from full import halved, left_to_full
+from peak_bytes import peak_bytes
 
 import fastbert
 from fastbert.errors import InputError
@@ -289,3 +290,16 @@ def test_the_same_bits_for_any_number_of_threads(threads, tmp_path):
         assert np.array_equal(encoder.encode(TEXTS), expected)
     finally:
         torch.set_num_threads(before)
+
+
+@has_kernels
+@pytest.mark.parametrize("model_type", ("bert", "roberta-prelayernorm"))
+def test_hidden_states_that_are_pooled_are_no_tensors(model_type, tmp_path):
+    """They lie in the thread's workspace, one matrix for all layers: nothing goes through the allocator's heap."""
+    folder = tiny.write_model(tmp_path, model_type=model_type)
+    encoder = fastbert.SentenceEncoder(folder, device="cpu")
+    text, hidden_states = "dog " * 60, 62 * 32 * 4
+    for _ in range(2):
+        encoder.encode(text)
+    assert peak_bytes(lambda: encoder.encode(text)) < hidden_states // 2
+    assert peak_bytes(lambda: encoder.encode(text, output_value="token_embeddings")) >= hidden_states

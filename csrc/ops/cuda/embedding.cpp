@@ -12,8 +12,9 @@ Array embed_fwd_cuda(const OptionalArray& input_ids, const OptionalArray& positi
                      double eps) {
   const auto t = embed_fwd_tensors(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias,
                                    word.device());
-  check_row_width(t.out.size(1));
-  const EmbedFwdArgs args{storage_of(t.out.scalar_type()),
+  const Array out = empty(t.out_sizes, t.word);
+  check_row_width(out.size(1));
+  const EmbedFwdArgs args{storage_of(out.scalar_type()),
                           t.word.data<const void>(),
                           t.position.data<const void>(),
                           t.token_type.data<const void>(),
@@ -26,11 +27,11 @@ Array embed_fwd_cuda(const OptionalArray& input_ids, const OptionalArray& positi
                           t.weight.data<const void>(),
                           t.bias.data<const void>(),
                           static_cast<float>(eps),
-                          t.out.size(0),
-                          static_cast<int>(t.out.size(1)),
-                          t.out.data<void>()};
-  launch_for(t.out, launch_embed_fwd, args);
-  return t.out;
+                          out.size(0),
+                          static_cast<int>(out.size(1)),
+                          out.data<void>()};
+  launch_for(out, launch_embed_fwd, args);
+  return out;
 }
 
 }  // namespace fastbert
