@@ -71,7 +71,7 @@ Array embed_in_workspace(const OptionalArray& input_ids, const OptionalArray& po
                          double eps) {
   const auto t =
       embed_fwd_tensors(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, cpu());
-  const Array out = workspace(t.out_sizes, t.word.scalar_type());
+  const Array out = token_workspace(t.out_sizes, t.word.scalar_type());
   embed(t, eps, out);
   return out;
 }

@@ -36,6 +36,11 @@ std::shared_ptr<Block> lasting_block(int64_t bytes);
 // pass of four texts of 512 tokens in float32. A call gives back all that it takes: until then the memory cannot grow.
 Array workspace(const Shape& sizes, ScalarType dtype);
 
+// The same for one matrix of all tokens. A large one goes back to the system with its last holder: a thread would keep
+// that of its longest text. The allocator would, too: glibc held up to 24 MB of free memory after texts of 8,192 tokens
+// (MiniLM, float32).
+Array token_workspace(const Shape& sizes, ScalarType dtype);
+
 // The same for weights packed for one product, of which as much is kept beside: activations, which grow with a batch,
 // do not drive them out.
 Array panels_workspace(int64_t bytes);

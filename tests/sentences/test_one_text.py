@@ -295,7 +295,7 @@ def test_the_same_bits_for_any_number_of_threads(threads, tmp_path):
 @has_kernels
 @pytest.mark.parametrize("model_type", ("bert", "roberta-prelayernorm"))
 def test_hidden_states_that_are_pooled_are_no_tensors(model_type, tmp_path):
-    """They lie in the thread's workspace, one matrix for all layers: nothing goes through the allocator's heap."""
+    """One matrix for all layers, and nothing of it goes through the allocator's heap."""
     folder = tiny.write_model(tmp_path, model_type=model_type)
     encoder = fastbert.SentenceEncoder(folder, device="cpu")
     text, hidden_states = "dog " * 60, 62 * 32 * 4
