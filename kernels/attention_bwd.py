@@ -47,7 +47,7 @@ def _attention_records_kernel(
     block (no tensor core has them: test_aot.py), the probability is 2^0 times an inverse of exactly 1, and out is
     v times that. In 16 bits the two may be products of different instructions, which add in other orders and cut off
     other bits; what is left is some 2^-20 of dout v^T, where rounding ds to 16 bits takes 2^-12 of its terms and more.
-    Nothing relies on a 0 there: tests/ops/test_attention_triton.py makes products that differ.
+    Nobody relies on a 0 there: tests/ops/test_attention_triton.py makes products that differ.
     """
     first = tl.program_id(0) * BLOCK_TILE
     rows = first + tl.arange(0, BLOCK_TILE)

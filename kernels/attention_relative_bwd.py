@@ -209,7 +209,7 @@ def attention_relative_bwd(
     softmax_scale, dropout_p, window_size, needs_tables,
 ):  # fmt: skip
     """dout as out -> dqkv (total_tokens, 3 num_heads, head_dim), and the gradients of key, query and bias, empty where
-    needs_tables says that none are wanted; the schema in ops/attention/relative_triton.py."""
+    needs_tables says that nobody wants them; the schema in ops/attention/relative_triton.py."""
     dout, q, k, v = (rows_whole(t) for t in (dout, q, k, v))
     total_tokens, num_heads, head_dim = q.shape
     new = q.new_empty if index is None else q.new_zeros

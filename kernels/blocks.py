@@ -173,7 +173,7 @@ def gemm_blocks(block_m: int, block_n: int, block_k: int, num_warps: int, num_st
 
 
 # Epilogues, {(architecture, gated): plan}; backward's has two more matrices in registers, a gated forward's one more
-# sum. Candidates: they were not timed, so they are not used (feed_forward.py); `make gpu` times them beside others.
+# sum. Candidates: nobody has timed them, so nobody gets them (feed_forward.py); `make gpu` times them beside others.
 EPILOGUES = {
     (8, False): FeedForwardPlan(gemm_blocks(128, 128, 64, 8, 3), gemm_blocks(128, 64, 32, 8, 3)),
     (9, False): FeedForwardPlan(gemm_blocks(128, 128, 64, 8, 3), gemm_blocks(128, 64, 64, 8, 3)),

@@ -21,7 +21,7 @@ _launches: dict[tuple, "_Launch"] = {}
 
 
 def forget() -> None:
-    """To be called where what constants are made of was changed: a table of blocks."""
+    """For whoever has changed what constants are made of: a table of blocks."""
     _launches.clear()
 
 

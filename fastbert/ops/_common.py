@@ -87,8 +87,8 @@ def _refuse(*arguments: Any, **options: Any) -> NoReturn:
 
 
 class PackedOnly(torch.Tensor):
-    """Has a weight's sizes, dtype and device. To read, write or copy its values is a RuntimeError that says that they
-    are gone. Kernels are handed `packed`: what is a weight to them (csrc/ops/packed_only.h).
+    """Has a weight's sizes, dtype and device. Whoever wants its values, or to write or copy them, gets a RuntimeError
+    that says that they are gone. Kernels are handed `packed`: what is a weight to them (csrc/ops/packed_only.h).
     """
 
     packed: torch.Tensor
@@ -169,7 +169,7 @@ class Rule(NamedTuple):
 
     forward: Callable[..., tuple]
     backward: Callable[..., Any]
-    materialize_grads: bool = True  # False: the gradient of a result that was not used is None, not a tensor of zeros
+    materialize_grads: bool = True  # False: the gradient of a result that nobody used is None, not a tensor of zeros
 
 
 class Differentiable(torch.autograd.Function):

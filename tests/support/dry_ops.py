@@ -25,7 +25,7 @@ def attend_in_every_kind() -> None:
 
 
 def attend_with_relative_terms() -> None:
-    """Each term, holes, windows and dropout; in a graph, too, of any length, with tables that are not trained."""
+    """Each term, holes, windows and dropout; in a graph, too, of any length, with tables that nobody trains."""
     rows = (torch.arange(2 * 90 - 1) // 8).int()
     compiled = torch.compile(ops.attention, fullgraph=True, dynamic=True, backend="aot_eager")
     shapes = {"key": (23, 2, 64), "query": (23, 2, 64), "bias": (23, 2)}

@@ -158,7 +158,7 @@ def _probe(x: torch.Tensor, vector: torch.Tensor) -> tuple:
 
 
 # On a GPU both backends are cuBLAS's products with a kernel between them; `auto` takes CUDA's where it is built.
-# Triton's product with an epilogue is not used before `make gpu` has shown where it wins (kernels/feed_forward.py).
+# Triton's product with an epilogue is nobody's before `make gpu` has shown where it wins (kernels/feed_forward.py).
 register("feed_forward", Backend.CPU, _supports_cpu, _probe)
 register("feed_forward", Backend.TRITON, _supports_triton)
 register("feed_forward", Backend.CUDA, _supports_cuda)

@@ -147,5 +147,5 @@ def adamw_flat(
                 eps,
                 max_norm,
             )
-    torch.autograd.graph.increment_version(state.weights)  # for those that keep something made of the weights
+    torch.autograd.graph.increment_version(state.weights)  # for whoever keeps something made of the weights
     return norm

@@ -45,8 +45,8 @@ class _EncoderLayers(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *arguments):
-        """Without torch's look at each of 200 arguments for what a transform of torch.func left, 100 us: under
-        one, fused ops were refused before."""
+        """Without torch's look at each of 200 arguments for what a transform of torch.func left, 100 us: whoever asks
+        for a fused op has been refused under one."""
         return super(torch.autograd.Function, cls).apply(*arguments)
 
     @staticmethod

@@ -60,7 +60,7 @@ class Stack:
         ]
         self.tiles = self.of_layers([tiles for _, tiles, _, _ in self.kinds])
         self.positions = self.of_layers([positions for *_, positions in self.kinds])
-        # By the order of LayerNumbers' dropouts; without an inner one its are not read.
+        # By the order of LayerNumbers' dropouts; without an inner one nobody looks at its.
         self.seeds: list[Sequence[Any]] = [[None] * self.num_layers] * 4
         if batch.philox is not None:
             each = [t.unbind() for t in batch.philox.unbind(1)]
