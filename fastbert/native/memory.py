@@ -35,7 +35,7 @@ def give_back() -> None:
     """Free memory, from between what is in use, too: 0.2 to 30 ms.
 
     Called where much was freed: where a model was loaded, since another may have been in its place, and where one was
-    quantised. Of BERT-base in int8 the float32 weights, 310 MB, stayed in two loads of three.
+    quantised. Of BERT-base in int8 the float32 weights, 310 MB, stayed in one load of two.
     """
     if _trim is not None:
         _trim(0)
