@@ -123,6 +123,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("packed_only_error") = fastbert::kPackedOnly;
   m.attr("most_rows_without_copy") = fastbert::kRowBlock;
   m.attr("least_rows_without_copy") = fastbert::kManyRows;
+  m.def("has_products", &fastbert::has_products, "Whether products were written for the ISA in use, or are torch's.");
   m.def("has_bf16", &fastbert::has_bf16_dot, "Whether the ISA in use multiplies bfloat16; without, bf16 runs in fp32.");
   m.def("set_isa", &set_isa, pybind11::arg("name"), "Run the CPU kernels with another of isas(); for tests.");
 }

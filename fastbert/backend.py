@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from fastbert.errors import BackendError
-from fastbert.native import availability
 from fastbert.native.availability import extension_error
 
 
@@ -39,7 +38,6 @@ ORDER = {"cuda": (Backend.TRITON, Backend.CUDA), "cpu": (Backend.CPU,)}
 
 Supports = Callable[..., "str | None"]
 SUPPORTS: dict[str, dict[Backend, Supports]] = {}  # op -> backend -> why not, or None when it can serve
-PRODUCTS: set[str] = set()  # the ops with products, which `auto` leaves to torch where the CPU's kernels have slow ones
 Probe = Callable[[torch.Tensor, torch.Tensor], tuple]
 # Of the fused ops: what their backends ask of operands, and the function that runs on them.
 FUSED: dict[str, dict[Backend, tuple[Supports, Callable[..., Any]]]] = {}
@@ -97,18 +95,6 @@ def warn_of_missing_kernels() -> None:
         _has_warned = True
         if (missing := missing_kernels()) is not None:
             warnings.warn(f"fastbert: {missing}", stacklevel=3)
-
-
-_LEFT = "products are torch's own here: this processor has none of the instructions that ours are written for"
-
-
-def left_to_torch(op: str, backend: Backend) -> str | None:
-    """Why `auto` takes torch for an op that this backend could serve; None where it does not."""
-    if availability.has_products or op not in PRODUCTS or backend is not Backend.CPU:
-        return None
-    if availability.has_products is None:
-        extension_error()  # finds it out
-    return _LEFT if availability.has_products is False else None
 
 
 def register(op: str, backend: Backend, supports: Supports, probe: Probe | None = None) -> None:
@@ -221,11 +207,9 @@ def first_to_serve(op: str, x: torch.Tensor, *args) -> Backend | None:
     """The backend whose kernels would serve this call; None where none would, or torch was asked for."""
     if transform_unsupported() is not None:
         return None
-    table, asks_left = SUPPORTS[op], not availability.has_products and _choice.forced is None
+    table = SUPPORTS[op]
     for backend in _order(x):
-        if backend not in table or (asks_left and left_to_torch(op, backend) is not None):
-            continue
-        if table[backend](x, *args) is None:
+        if backend in table and table[backend](x, *args) is None:
             return backend
     return None
 
@@ -239,11 +223,10 @@ def try_fused(op: str, x: torch.Tensor, find_operands: Callable[[], Any]) -> Cal
     if (transformed := transform_unsupported()) is not None:
         return transformed
     table, operands, reason = SUPPORTS[op], None, None
-    asks_left = not availability.has_products and _choice.forced is None
     for backend in _order(x):
         if backend not in table:
             continue
-        unsupported = (left_to_torch(op, backend) if asks_left else None) or table[backend](x)
+        unsupported = table[backend](x)
         if unsupported is None:
             operands = find_operands() if operands is None else operands
             if isinstance(operands, str):

@@ -32,7 +32,5 @@ def backends(device: str | torch.device = "cpu", dtype: torch.dtype = torch.floa
         for backend in Backend:
             if backend.value not in (selected, "torch"):
                 asked = table[backend](*probe) if backend in table else "no kernel for this op yet"
-                report[op][backend.value] = (
-                    asked or registry.left_to_torch(op, backend) or "only when asked for by name"
-                )
+                report[op][backend.value] = asked or "only when asked for by name"
     return report

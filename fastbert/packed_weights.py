@@ -64,9 +64,10 @@ def keep_packed_only(model: nn.Module | HasModel) -> None:
     save, quantise or train it is a RuntimeError, which says to load the model anew.
 
     Only what runs by packed copies alone is freed: the Linears of layers that the CPU's kernels take as one op, on this
-    machine and with the backend of this call. All else stays: embeddings and what is tied to them, heads, poolers,
-    biases and norms; a weight that another leaf has, too; layers of other kinds, and every model on a GPU. Behind this
-    the layers run by the CPU's backend, without autocast, and without hooks on their Linears, which read the weight.
+    machine and with the backend of this call. Where products are torch's, these are none. All else stays: embeddings
+    and what is tied to them, heads, poolers, biases and norms; a weight that another leaf has, too; layers of other
+    kinds, and every model on a GPU. Behind this the layers run by the CPU's backend, without autocast, and without
+    hooks on their Linears, which read the weight.
     """
     module = model.model if isinstance(model, HasModel) else model
     freed = list(_only_multiplied(module))
@@ -84,6 +85,8 @@ def keep_packed_only(model: nn.Module | HasModel) -> None:
 
 def _only_multiplied(module: nn.Module) -> Iterator[tuple[nn.Module, int]]:
     """The Linears of which the kernels read nothing but a packed copy, and in how many parts each."""
+    if not ops.are_weights_packed():
+        return
     held = [t for each in module.modules() for t in (*each._parameters.values(), *each._buffers.values())]
     if any(type(t) not in (torch.Tensor, nn.Parameter) for t in held if t is not None):
         return  # a distributed tensor, or what this function has left

@@ -38,7 +38,6 @@ from torch import distributed as dist
 
 import fastbert
 from benchmarks.gpu.simulated import interpreter
-from fastbert.native import availability
 
 collector.install()
 judging.install()
@@ -177,10 +176,3 @@ def packed_layers(monkeypatch) -> list[int]:
     import packed_layers
 
     return packed_layers.count(monkeypatch)
-
-
-@pytest.fixture
-def own_products(monkeypatch):
-    """`auto` takes our products on every processor: where none are written for it, it would leave them to torch."""
-    availability.extension_error()  # which finds out what this processor has
-    monkeypatch.setattr(availability, "has_products", True)

@@ -19,6 +19,9 @@ enum class DType { kFloat32, kBFloat16, kInt8 };
 
 inline int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : dtype == DType::kBFloat16 ? 2 : 1; }
 
+// Whether products were written for the ISA in use. Without them they are torch's (ops/torch_products.h).
+bool has_products();
+
 // Whether the ISA in use multiplies bfloat16. Without it bfloat16 operands are widened and multiplied in float32.
 bool has_bf16_dot();
 
@@ -147,6 +150,16 @@ struct GemmArgs {
 
 // Rows [row_begin, row_end) of the panels [panel_begin, panel_end), counted through all targets.
 void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end);
+
+// What a target says of its sums, done to sums that were made elsewhere: (rows, out_features), and its gate's likewise.
+// They may lie where its result will. For instruction sets without products of their own.
+struct FinishArgs {
+  const GemmTarget& target;
+  RowsArg sums, gate_sums;
+  DType out_dtype;
+};
+
+void finish_sums(const FinishArgs& args, int64_t row_begin, int64_t row_end);
 
 // out (a_features, b_features) = a^T b, summed over tokens: a weight's gradient. Both were packed by pack_panels with
 // tokens as in_features.

@@ -199,6 +199,16 @@ Array tensor_in(std::shared_ptr<void> memory, void* data, const Shape& sizes, Sc
   return Array(handle);
 }
 
+Array tensor_at(void* data, const Shape& sizes, const Shape& strides, ScalarType dtype) {
+  using torch::stable::detail::to;
+  AtenTensorHandle handle = nullptr;
+  call(aoti_torch_create_tensor_from_blob(data, sizes.count(), sizes.begin(), strides.begin(), 0,
+                                          to<int32_t>(torch::stable::detail::from(dtype)), cpu().type, cpu().index,
+                                          &handle),
+       "a tensor in memory that is there");
+  return Array(handle);
+}
+
 Array as_tensor(const Array& view) {
   if (view.is_tensor()) return view;
   const void* first = nullptr;

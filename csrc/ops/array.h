@@ -157,6 +157,9 @@ Array as_tensor(const Array& view);
 // A new tensor on the CPU in `memory`, which it holds.
 Array tensor_in(std::shared_ptr<void> memory, void* data, const Shape& sizes, ScalarType dtype);
 
+// A tensor on the CPU in memory that outlives it; strides in elements.
+Array tensor_at(void* data, const Shape& sizes, const Shape& strides, ScalarType dtype);
+
 // t itself, or a copy of the tensor that it is.
 Array contiguous(const Array& t);
 

@@ -54,26 +54,21 @@ void embed(const EmbedFwdTensors& t, double eps, const Array& out) {
 
 }  // namespace
 
-Array embed_fwd_cpu(const OptionalArray& input_ids, const OptionalArray& position_ids,
-                    const OptionalArray& token_type_ids, const Array& word, const OptionalArray& position,
-                    const OptionalArray& token_type, const OptionalArray& weight, const OptionalArray& bias,
-                    double eps) {
+Array embed_into(MakeArray make, const OptionalArray& input_ids, const OptionalArray& position_ids,
+                 const OptionalArray& token_type_ids, const Array& word, const OptionalArray& position,
+                 const OptionalArray& token_type, const OptionalArray& weight, const OptionalArray& bias, double eps) {
   const auto t =
       embed_fwd_tensors(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, cpu());
-  const Array out = empty(t.out_sizes, t.word);
+  const Array out = make(t.out_sizes, t.word.scalar_type());
   embed(t, eps, out);
   return out;
 }
 
-Array embed_in_workspace(const OptionalArray& input_ids, const OptionalArray& position_ids,
-                         const OptionalArray& token_type_ids, const Array& word, const OptionalArray& position,
-                         const OptionalArray& token_type, const OptionalArray& weight, const OptionalArray& bias,
-                         double eps) {
-  const auto t =
-      embed_fwd_tensors(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, cpu());
-  const Array out = token_workspace(t.out_sizes, t.word.scalar_type());
-  embed(t, eps, out);
-  return out;
+Array embed_fwd_cpu(const OptionalArray& input_ids, const OptionalArray& position_ids,
+                    const OptionalArray& token_type_ids, const Array& word, const OptionalArray& position,
+                    const OptionalArray& token_type, const OptionalArray& weight, const OptionalArray& bias,
+                    double eps) {
+  return embed_into(empty, input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, eps);
 }
 
 Array embed_bwd_cpu(const Array& dout_, const Array& ids_, const Array& table, int64_t padding_idx) {

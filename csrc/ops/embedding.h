@@ -10,11 +10,10 @@ Array embed_fwd_cpu(const OptionalArray& input_ids, const OptionalArray& positio
                     const OptionalArray& token_type, const OptionalArray& weight, const OptionalArray& bias,
                     double eps);
 
-// The same in memory that is no tensor's (token_workspace), for what goes on with it and returns something else.
-Array embed_in_workspace(const OptionalArray& input_ids, const OptionalArray& position_ids,
-                         const OptionalArray& token_type_ids, const Array& word, const OptionalArray& position,
-                         const OptionalArray& token_type, const OptionalArray& weight, const OptionalArray& bias,
-                         double eps);
+// The same in memory of `make`, for what goes on with it.
+Array embed_into(MakeArray make, const OptionalArray& input_ids, const OptionalArray& position_ids,
+                 const OptionalArray& token_type_ids, const Array& word, const OptionalArray& position,
+                 const OptionalArray& token_type, const OptionalArray& weight, const OptionalArray& bias, double eps);
 
 Array embed_bwd_cpu(const Array& dout, const Array& ids, const Array& table, int64_t padding_idx);
 

@@ -131,9 +131,10 @@ std::vector<Array> encoder_cpu(const Array& input_ids, const OptionalArray& toke
   }
   std::vector<Array> results;
   with_team([&] {
-    const auto embed = pooling == "none" ? embed_fwd_cpu : embed_in_workspace;  // what is pooled is not returned
-    const Array out =
-        embed(ids, positions, token_type_ids, tables[0], position, tables[2], tables[3], tables[4], held->eps);
+    const MakeArray make =
+        pooling == "none" ? static_cast<MakeArray>(&empty) : &token_workspace;  // what is pooled is not returned
+    const Array out = embed_into(make, ids, positions, token_type_ids, tables[0], position, tables[2], tables[3],
+                                 tables[4], held->eps);
     const std::vector<Array> none;
     run_layers(out, offsets,
                {held->weights, held->biases, held->weight_scales, held->input_scales, held->norms, held->activation,

@@ -89,7 +89,7 @@ void feed_forward_rows(const Array& x_, const FeedForwardOperand& operand, const
   const int64_t threads = num_threads();
   const bool share_rows = shares_rows(rows, threads, down.target.weight);
   const int64_t blocks = num_blocks(rows, threads, share_rows);
-  if (!share_rows && blocks < kTasks * threads) {
+  if (!has_products() || (!share_rows && blocks < kTasks * threads)) {
     const Array inner = workspace({rows, width}, dtype);
     const UpTarget up(ups, operand, inner, pre, 0);
     down.write_to(out, Array(), Activation::kNone);

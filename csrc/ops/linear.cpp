@@ -10,10 +10,7 @@ namespace fastbert {
 
 Array bias_gradient(const Array& dout, ScalarType dtype) {
   const Array dbias = empty({dout.size(1)}, dtype);
-  parallel_for(0, num_panels(dout.size(1)), 1, [&](int64_t begin, int64_t end) {
-    column_sums(rows_of(dout), dout.size(0), dbias.data(), dtype_of(dbias), begin * kPanel,
-                std::min(end * kPanel, dout.size(1)));
-  });
+  sum_columns(dout, dbias);
   return dbias;
 }
 

@@ -7,6 +7,7 @@
 #include "packed_only.h"
 #include "residuals.h"
 #include "tensors.h"
+#include "torch_products.h"
 #include "workspace.h"
 
 namespace fastbert {
@@ -126,6 +127,7 @@ int64_t first_row(int64_t block, int64_t blocks, int64_t rows) {
 }
 
 void run_gemm(const GemmArgs& args_, int64_t rows, const RowsDone& done) {
+  if (!has_products()) return multiply_by_torch(args_, rows, done);
   GemmArgs args = args_;
   const int64_t panels = num_panels_of(args), threads = num_threads();
   const bool share_rows = shares_rows(rows, threads, args.targets[0].weight);
@@ -186,10 +188,16 @@ Operand::Operand(const LinearOperand& linear, int64_t rows, int64_t in_features,
   const DType format = is_int8 ? DType::kInt8 : format_for(dtype);
   target.weight = {nullptr, format, out_features, in_features, nullptr, scale, input_scale_of(linear)};
   if (only.has_value()) {
+    check(has_products(), "this weight was packed for another instruction set than the one in use");
     check(only->format == format, kPackedOnly);
     target.weight.packed = only->panels;
     target.weight.channel_offset = only->channel_offset;
     target.weight.residuals = only->residuals;
+    return;
+  }
+  if (!has_products()) {
+    source = with_whole_lines(weight);
+    target.weight.source = pack_args(source, format);
     return;
   }
   if (!is_int8 && packs_on_its_way(rows, linear.comparison) && has_whole_lines(weight)) {
@@ -244,8 +252,18 @@ GemmArgs gemm_args(const Array& x, ScalarType dtype, const GemmTarget* targets, 
   return {rows_of(x), dtype == ScalarType::Float ? DType::kFloat32 : DType::kBFloat16, targets, num_targets};
 }
 
+void sum_columns(const Array& x, const Array& sums) {
+  parallel_for(0, num_panels(x.size(1)), 1, [&](int64_t begin, int64_t end) {
+    column_sums(rows_of(x), x.size(0), sums.data(), dtype_of(sums), begin * kPanel, std::min(end * kPanel, x.size(1)));
+  });
+}
+
 Array pack_tokens(const Array& x_, DType format, const Array& sums) {
   const Array x = x_.stride(1) == 1 ? x_ : contiguous(x_);
+  if (!has_products()) {
+    if (sums.defined()) sum_columns(x, sums);
+    return x;
+  }
   const int64_t panels = num_panels(x.size(1));
   const Array packed = workspace({panels * panel_bytes(format, x.size(0))}, ScalarType::Byte);
   const PackArgs args{
@@ -263,6 +281,10 @@ Array pack_tokens(const Array& x_, DType format, const Array& sums) {
 
 Array weight_gradient(const Array& dout, const Array& x, DType format, int64_t tokens, const Array& weight) {
   const auto [dweight, squares] = new_gradient(weight);
+  if (!has_products()) {
+    weight_gradient_by_torch(dout, x, dweight);
+    return dweight;
+  }
   const int64_t blocks = num_panels(weight.size(0)) * num_panels(weight.size(1));
   if (weight.scalar_type() == ScalarType::Float) squares->resize(static_cast<size_t>(blocks));
   const GemmTransposedArgs args{static_cast<const char*>(dout.data()),

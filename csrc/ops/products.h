@@ -109,6 +109,9 @@ Array checked_x(const Array& x, ScalarType dtype);
 
 GemmArgs gemm_args(const Array& x, ScalarType dtype, const GemmTarget* targets, int64_t num_targets);
 
+// sums (features,) = those of x (tokens, features) over its tokens.
+void sum_columns(const Array& x, const Array& sums);
+
 // (tokens, features) packed along its tokens, for a weight's gradient. sums (features,), if defined, receives the sums
 // over the tokens of what is packed.
 Array pack_tokens(const Array& x, DType format, const Array& sums = Array());

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <exception>
 
+#include "../cpu/gemm.h"
 #include "array.h"
 
 namespace fastbert {
@@ -44,11 +45,12 @@ class Team {
   alignas(64) std::atomic<int64_t> taking_part_{0};
 };
 
-// f() with a team for the loops that it has (in_threads).
+// f() with a team for the loops that it has (in_threads). Torch's products have loops of their own, which within one of
+// torch's would run in one thread.
 template <typename F>
 void with_team(const F& f) {
   const int64_t threads = num_threads();
-  if (threads <= 1 || Team::current() != nullptr) return f();
+  if (threads <= 1 || !has_products() || Team::current() != nullptr) return f();
   Team team;
   std::exception_ptr error;  // torch's loop would lose its words
   in_torch_threads(threads, [&](int64_t thread) {

@@ -147,7 +147,7 @@ def _extension_file() -> list[tuple[str, str]]:
 
 
 def _native_products() -> list[tuple[str, str]]:
-    """Whether the processor has instructions for products of bfloat16 and of int8, where our kernels would use them."""
+    """Whose products are used; and whether the processor has instructions for those of bfloat16 and of int8."""
     from fastbert.native.availability import extension_error
 
     if extension_error() is not None:
@@ -157,7 +157,8 @@ def _native_products() -> list[tuple[str, str]]:
     bf16 = "multiplied natively" if _C.has_bf16() else "no instruction for it: bfloat16 checkpoints compute in float32"
     vnni = _C.isa() not in ("generic", "avx2", "avx512")
     int8 = "multiplied natively (VNNI)" if vnni else "no instruction for it: exact, but slower than it could be"
-    return [("bfloat16", bf16), ("int8", int8)]
+    torchs = "torch's own: this processor has none of the instructions that ours are written for"
+    return [*([] if _C.has_products() else [("products", torchs)]), ("bfloat16", bf16), ("int8", int8)]
 
 
 def _backend_table(device: str) -> list[str]:

@@ -8,14 +8,11 @@ from types import ModuleType
 from fastbert.native.cores import warn_of_quota
 
 _extension_error: str | None = "not asked yet"
-# Whether products were written for this processor: not for ARM, nor for x86 without AVX2, which torch's own are. None:
-# the extension is not loaded.
-has_products: bool | None = None
 
 
 def extension_error() -> str | None:
     """None when the C++ extension is loaded, else why it is not. ValueError: FASTBERT_ISA is none that runs here."""
-    global _extension_error, has_products
+    global _extension_error
     if _extension_error == "not asked yet":
         from fastbert.native import cache  # here: `import fastbert` is to be cheap
 
@@ -30,7 +27,7 @@ def extension_error() -> str | None:
 
             if (isa := os.environ.get("FASTBERT_ISA")) is not None:
                 _cap_isa(_C, isa)
-            _extension_error, has_products = None, _C.isa() != "generic"
+            _extension_error = None
             warn_of_quota()
     return _extension_error
 

@@ -14,7 +14,7 @@ from fastbert.ops.layer_norm import add_layer_norm, add_rms_norm, rms_norm
 from fastbert.ops.layers.encoder import EncoderOperands, HeldEncoder
 from fastbert.ops.layers.encoder_layers import LayerOperands, LayerWeights, LinearWeights, NormWeights
 from fastbert.ops.linear.feed_forward import activation, feed_forward
-from fastbert.ops.linear.linear import linear, linears, multiplies_bf16, repack
+from fastbert.ops.linear.linear import are_weights_packed, linear, linears, multiplies_bf16, repack
 from fastbert.ops.linear.recorded_writes import only_recorded_writes
 from fastbert.ops.loss import MaskedLMOperands, cross_entropy, logits_cross_entropy, sequence_cross_entropy
 from fastbert.ops.maxsim import in_int8, maxsim
@@ -44,6 +44,7 @@ __all__ = [
     "adamw_flat",
     "add_layer_norm",
     "add_rms_norm",
+    "are_weights_packed",
     "at_least_fp32",
     "attention",
     "attention_from_probs",

@@ -12,6 +12,7 @@ import tiny
 import torch
 from family_configs import make_config
 from full import halved
+from isas import packs
 from kinds import of_every_kind
 
 from fastbert import _C, SentenceEncoder, quantize, repack, use_backend
@@ -22,6 +23,7 @@ from fastbert.packed_weights import keep_packed_only
 
 DTYPES = ("float32", "bfloat16", "int8")
 GONE = _C.packed_only_error
+pytestmark = packs
 
 
 def texts(count: int, words: int) -> list[str]:
@@ -239,6 +241,16 @@ def test_it_can_be_asked_for_twice(folder):
     before = gone(encoder.model)
     keep_packed_only(encoder)
     assert all(a is b for a, b in zip(gone(encoder.model), before, strict=True))
+
+
+def test_where_products_are_torchs_every_weight_stays(folder):
+    encoder, chosen = SentenceEncoder(folder, device="cpu"), _C.isa()
+    try:
+        _C.set_isa("generic")
+        keep_packed_only(encoder)
+    finally:
+        _C.set_isa(chosen)
+    assert not gone(encoder.model)
 
 
 @pytest.mark.skipif("avx2" not in _C.isas(), reason="int8 panels are packed alike for all instruction sets here")

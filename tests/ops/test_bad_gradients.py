@@ -9,8 +9,6 @@ from layer_specs import CASES, HIDDEN, TOKENS, fused, make
 
 from fastbert import ops
 
-pytestmark = pytest.mark.usefixtures("own_products")
-
 CHANGES = {
     "fewer outputs": lambda t: t[::2],
     "more outputs": lambda t: torch.cat([t, t]),

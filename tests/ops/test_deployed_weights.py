@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from full import thinned
+from isas import packs
 from test_packed_weights import (
     COLUMNS,
     HIDDEN,
@@ -90,6 +91,7 @@ def test_inference_mode_compares_every_part_of_a_weight(element, dtype):
     expect_new(layer, deployed(layer), old)
 
 
+@packs
 @pytest.mark.parametrize("mode", (torch.inference_mode, ops.only_recorded_writes))
 def test_what_a_deployment_has_missed_an_ordinary_call_sees(mode):
     """No two weights in a row are compared at the same place of their 1,024 calls."""

@@ -35,10 +35,7 @@ from fastbert.native.availability import extension_error
 from fastbert.testing.cases import DTYPES
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
-pytestmark = [
-    pytest.mark.skipif(extension_error() is not None, reason=str(extension_error())),
-    pytest.mark.usefixtures("own_products"),
-]
+pytestmark = pytest.mark.skipif(extension_error() is not None, reason=str(extension_error()))
 
 # Layers that follow each other in one stack: as in ModernBERT, and of both placements of norms.
 STACKS = {name: (name, name) for name in CASES}

@@ -30,10 +30,7 @@ from fastbert import ops
 from fastbert.native.availability import extension_error
 from fastbert.ops.layers.layer_numbers import LayerNumbers
 
-pytestmark = [
-    pytest.mark.skipif(extension_error() is not None, reason=str(extension_error())),
-    pytest.mark.usefixtures("own_products"),
-]
+pytestmark = pytest.mark.skipif(extension_error() is not None, reason=str(extension_error()))
 
 SCALES = LayerNumbers._fields.index("scales")
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from counted_ops import Ops
 from full import thinned
+from isas import packs
 from seeds import manual_seed
 from test_deployed_weights import CALLS
 from test_packed_weights import RECORDED, each_dtype
@@ -20,8 +21,6 @@ from fastbert.native.availability import extension_error
 if extension_error() is not None:
     pytest.skip(extension_error(), allow_module_level=True)
 from fastbert import _C
-
-pytestmark = pytest.mark.usefixtures("own_products")
 
 IDS = torch.tensor([[3, 9, 4, 1, 7]])
 WAYS = {"one op": ("encoder_cpu",), "layers": ("encoder_layers_cpu",), "leaves": ("linear_cpu", "feed_forward_cpu")}
@@ -108,6 +107,7 @@ def test_another_model_with_the_same_weights_sees_what_this_one_has_written(way)
     assert torch.equal(run(models[1]), run(models[0])) and not torch.equal(run(models[1]), old[1])
 
 
+@packs
 @pytest.mark.parametrize("dtype", (torch.float32, torch.int8), ids=str)
 def test_all_ways_share_one_copy(dtype):
     model = model_of(dtype, "one op")

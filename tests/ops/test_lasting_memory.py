@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from isas import packs
 from seeds import shifted
 
 from fastbert import _C, ops
@@ -53,6 +54,7 @@ def test_copies_of_any_size_come_and_go():
     assert _C.packed_bytes() == before
 
 
+@packs
 @pytest.mark.parametrize("rows", [128, 4096], ids=["in a page with others", "more than a page"])
 def test_what_is_freed_goes_back_to_the_system(rows):
     weights = [torch.randn(rows, 1024) for _ in range(2**25 // (rows * 1024))]

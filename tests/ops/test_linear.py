@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from full import thinned
-from isas import OF_FLOATS, backend_with_isa
+from isas import OF_FLOATS, PACKED, backend_with_isa
 
 from fastbert import ops
 from fastbert.backend import Backend, select
@@ -15,8 +15,6 @@ from fastbert.errors import BackendError
 from fastbert.native.availability import extension_error
 from fastbert.testing import reference
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
-
-pytestmark = pytest.mark.usefixtures("own_products")
 
 if extension_error() is not None:
     pytest.skip(extension_error(), allow_module_level=True)
@@ -77,6 +75,7 @@ def test_linears(isa, dtype, shape, activation):
 
 
 @each_dtype
+@pytest.mark.parametrize("isa", PACKED, indirect=True)
 def test_a_row_has_the_same_bits_whatever_is_beside_it(isa, dtype):
     """Tiles of every height, alone and beside others; the float32 sums of 1030 channels are of three stretches."""
     torch.manual_seed(0)

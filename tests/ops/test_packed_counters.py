@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 from full import halved
+from isas import packs
 from test_deployed_weights import CALLS, calls_until_new, deployed, kept
 from test_packed_weights import HIDDEN, call, expect_new, layer_of, set_element
 from torch import nn
@@ -131,6 +132,7 @@ def test_memory_that_was_written_while_a_parameter_was_elsewhere(dtype):
         expect_new(layer, call(layer), old)
 
 
+@packs
 def test_memory_that_moved_under_a_view_larger_than_it():
     """An expanded weight is larger than its storage may have copies: two reasons to drop them in one call."""
     base = torch.randn(1, 64)

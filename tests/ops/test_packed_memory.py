@@ -13,6 +13,7 @@ import weakref
 import pytest
 import torch
 import warm
+from isas import packs
 from packed_bytes import bytes_still_held
 
 import fastbert
@@ -23,7 +24,7 @@ if extension_error() is not None:
     pytest.skip(extension_error(), allow_module_level=True)
 from fastbert import _C
 
-pytestmark = pytest.mark.usefixtures("own_products")
+pytestmark = packs
 
 ROWS = _C.most_rows_without_copy + 1
 OUT, IN = 128, 64

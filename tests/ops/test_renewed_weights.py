@@ -7,7 +7,7 @@ import mmap
 import pytest
 import torch
 from full import thinned
-from isas import OF_FLOATS, backend_with_isa
+from isas import PACKED, backend_with_isa
 from seeds import torch_generator
 
 from fastbert import ops
@@ -24,7 +24,7 @@ SHAPES = ((128, 96), (150, 330), (63, 65), (64, 7), (1, 64), (1, 1), (65, 1))
 HIDDEN = (3, 5)  # an element that is none of those sampled at each call
 
 
-@pytest.fixture(params=OF_FLOATS)
+@pytest.fixture(params=PACKED)
 def isa(request):
     with backend_with_isa(request.param):
         yield request.param

@@ -10,6 +10,7 @@ import pytest
 import torch
 import warm
 from full import halved, left_to_full
+from isas import packs
 from torch import nn
 
 import fastbert
@@ -19,8 +20,6 @@ from fastbert.layers.leaves import weights_of
 from fastbert.layers.operands import layer_operands
 from fastbert.layers.quantized import QuantizedLinear
 from fastbert.native.availability import extension_error
-
-pytestmark = pytest.mark.usefixtures("own_products")
 
 if extension_error() is not None:
     pytest.skip(extension_error(), allow_module_level=True)
@@ -153,6 +152,7 @@ def test_what_goes_wrong_in_a_team_is_said(threads):
             assert torch.equal(model(ids[None]).last_hidden_state, expected)
 
 
+@packs
 def test_the_second_forward_keeps_every_weight_of_the_layers_packed_and_others_nothing():
     """What it does more than any other, by memory: its time says more of the machine than of us."""
     program = (

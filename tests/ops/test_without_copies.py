@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from full import halved, left_to_full, thinned
-from isas import OF_FLOATS, backend_with_isa
+from isas import PACKED, backend_with_isa, packs
 from packed_bytes import bytes_still_held
 from seeds import torch_generator
 
@@ -21,7 +21,7 @@ MOST = _C.most_rows_without_copy
 MANY = _C.least_rows_without_copy
 SHAPES = ((128, 96), (150, 330), (63, 65), (64, 7), (1, 64), (1, 1), (65, 1), (200, 769))
 WITH_BFLOAT16 = ("cpu-avx512_bf16", "cpu-amx")  # which have products of their own for it
-each_isa = pytest.mark.parametrize("backend", OF_FLOATS)
+each_isa = pytest.mark.parametrize("backend", PACKED)
 each_dtype = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 
 LAYOUTS = {
@@ -101,6 +101,7 @@ def check_many_rows(backend, shape, dtype, weight_dtype) -> None:
     assert_same_bits(call(MANY), alone)
 
 
+@packs
 def test_a_copy_that_is_there_serves_many_rows_in_inference_mode_only():
     """Otherwise the weight is packed as it is now, and nothing has to be compared."""
     served = 0
@@ -149,6 +150,7 @@ def test_feed_forward_forward_and_backward(backend, dtype, gated, halves):
             assert_same_bits(*both_ways(run))
 
 
+@packs
 def test_no_copy_is_kept():
     held = bytes_still_held()
     weight = torch.randn(150, 330, requires_grad=True)

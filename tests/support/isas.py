@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fastbert.native.availability import extension_error, triton_error
+from fastbert.ops import are_weights_packed
 
 
 def _amx() -> tuple[str, ...]:
@@ -23,7 +24,12 @@ def _amx() -> tuple[str, ...]:
 # Of floats there is no code for AVX-VNNI and VNNI, which multiply int8; and what has no products has none for AMX.
 WITHOUT_PRODUCTS = ("cpu-generic", "cpu-avx2", "cpu-avx512", "cpu-avx512_bf16")
 OF_FLOATS = (*WITHOUT_PRODUCTS, *_amx())
+# Those with products of ours, for which weights are packed: without, they are torch's, which read the weight itself.
+PACKED = tuple(backend for backend in OF_FLOATS if backend != "cpu-generic")
 CPU_BACKENDS = (*WITHOUT_PRODUCTS[:2], "cpu-avx_vnni", "cpu-avx512", "cpu-avx512_vnni", "cpu-avx512_bf16", *_amx())
+
+
+packs = pytest.mark.skipif(not are_weights_packed(), reason="products are torch's own here, and no weights are packed")
 
 
 def device_of(backend: str) -> str:

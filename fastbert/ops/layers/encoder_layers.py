@@ -16,7 +16,7 @@ from typing import NamedTuple, get_args
 
 import torch
 
-from fastbert.backend import PRODUCTS, Backend, register_fused
+from fastbert.backend import Backend, register_fused
 from fastbert.layer_spec import NORMS, LayerSpec, NormType, RotarySpec
 from fastbert.native.availability import extension_error
 from fastbert.ops._common import check_devices, define, for_kernels, needs_grad
@@ -267,5 +267,4 @@ def versions_of(weights: list[torch.Tensor]) -> list[int]:
         return []
 
 
-PRODUCTS.update(("encoder", "encoder_layers", "encoder_layers_training"))
 register_fused("encoder_layers", Backend.CPU, _supports_inference, _accepts_inference, _run_inference)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastbert.backend import PRODUCTS, Backend, asked_for, register, register_fused, select, try_fused
+from fastbert.backend import Backend, asked_for, register, register_fused, select, try_fused
 from fastbert.native.availability import extension_error
 from fastbert.ops._common import (
     Differentiable,
@@ -86,7 +86,6 @@ def supports_gemm_cpu(x, *weights) -> str | None:
 
 
 register("linears", Backend.CPU, supports_gemm_cpu)
-PRODUCTS.update(("linears", "feed_forward", "cross_entropy"))
 
 
 def _launch(options, x, weights, biases, weight_scales, return_pre):
@@ -296,6 +295,16 @@ def multiplies_bf16(device: torch.device) -> bool:
     from fastbert import _C
 
     return _C.has_bf16()
+
+
+def are_weights_packed() -> bool:
+    """Whether products on CPUs read packed copies of weights. Torch's read the weights themselves: they are used where
+    the extension is missing, and on processors that none of our products were written for."""
+    if extension_error() is not None:
+        return False
+    from fastbert import _C
+
+    return _C.has_products()
 
 
 def repack(tensors: Iterable[torch.Tensor]) -> None:
