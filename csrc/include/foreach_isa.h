@@ -15,6 +15,12 @@
 #include "isa.h"
 #include "philox.h"
 
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 #define FASTBERT_SIMD __attribute__((always_inline)) inline
 
 namespace fastbert::generic {

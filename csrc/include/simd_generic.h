@@ -105,8 +105,14 @@ FASTBERT_SIMD Ints interleave_low(Ints a, Ints b) { return Ints{a[0], b[0], a[1]
 FASTBERT_SIMD Ints interleave_high(Ints a, Ints b) { return Ints{a[2], b[2], a[3], b[3]}; }
 // Products of the lower halves of each pair of lanes.
 FASTBERT_SIMD Longs multiply_lower(Longs a, Longs b) {
+#if defined(__x86_64__)
+  return (Longs)_mm_mul_epu32((__m128i)a, (__m128i)b);
+#elif defined(__aarch64__)
+  return (Longs)vmull_u32(vmovn_u64((uint64x2_t)a), vmovn_u64((uint64x2_t)b));
+#else
   return Longs{static_cast<uint64_t>(static_cast<uint32_t>(a[0])) * static_cast<uint32_t>(b[0]),
                static_cast<uint64_t>(static_cast<uint32_t>(a[1])) * static_cast<uint32_t>(b[1])};
+#endif
 }
 // a0 b0 a2 b2 ..., and a1 b1 a3 b3 ....
 FASTBERT_SIMD Ints even_longs(Longs a, Longs b) { return (Ints)Longs{a[0], b[0]}; }

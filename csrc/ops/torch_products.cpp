@@ -118,7 +118,7 @@ Array rounded_rows(const RowsArg& x, int64_t rows, const PackedWeight& weight, f
   return wide;
 }
 
-// One target's sums, and what is to be done to them.
+// One target's sums.
 class Sums {
  public:
   // Where they may, they lie where the result will.

@@ -261,7 +261,7 @@ def test_pybind11_is_read_where_torch_closes_it(tmp_path):
     assert including == ["pybind.h"]
 
 
-X86_HEADERS = ("cpuid.h", "immintrin.h")
+X86_HEADERS = ("cpuid.h", "emmintrin.h", "immintrin.h")
 # Every other header first: the C library's must still know which machine this is. What is not in a header is poisoned.
 NO_X86 = """
 #undef __x86_64__
@@ -279,5 +279,7 @@ def test_the_generic_kernels_need_no_x86(tmp_path):
     for header in X86_HEADERS:
         (tmp_path / header).write_text("#error only an x86 has this header\n")
     prelude = tmp_path / "prelude.h"
-    prelude.write_text("".join(f"#include <{name}>\n" for name in sorted(included - {*X86_HEADERS})) + NO_X86)
+    prelude.write_text(
+        "".join(f"#include <{name}>\n" for name in sorted(included - {*X86_HEADERS, "arm_neon.h"})) + NO_X86
+    )
     check_cpu_kernels("-I", str(tmp_path), "-include", str(prelude))
