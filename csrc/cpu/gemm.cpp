@@ -42,7 +42,7 @@ struct Finished {
   std::vector<float> channels_memory;
   std::vector<int32_t> no_offset;  // int8 rows had none
 
-  Finished(const GemmTarget& target_, const RowsArg& sums_, Pair pair_) : target(target_), sums(sums_), pair(pair_) {
+  Finished(const GemmTarget& target_, const RowsArg& sums_, Pair pair_) : target{target_}, sums{sums_}, pair{pair_} {
     const int64_t panels = num_panels(target.weight.out_features);
     channels = channels_of(target, 0, panels, channels_memory);
     if (target.weight.format != DType::kInt8) return;
