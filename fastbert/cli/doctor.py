@@ -157,7 +157,7 @@ def _native_products() -> list[tuple[str, str]]:
     bf16 = "multiplied natively" if _C.has_bf16() else "no instruction for it: bfloat16 checkpoints compute in float32"
     vnni = _C.isa() not in ("generic", "avx2", "avx512")
     int8 = "multiplied natively (VNNI)" if vnni else "no instruction for it: exact, but slower than it could be"
-    torchs = "torch's own: this processor has none of the instructions that ours are written for"
+    torchs = "torch's own: none of ours are written for this processor"
     return [*([] if _C.has_products() else [("products", torchs)]), ("bfloat16", bf16), ("int8", int8)]
 
 

@@ -7,6 +7,7 @@ import json
 import pytest
 import tiny
 import torch
+from isas import packs
 
 from fastbert import Reranker, SentenceEncoder
 from fastbert.cli import main
@@ -36,6 +37,7 @@ def write(folder, head: str, **fields):
     return str(tiny.write_model(folder, head=head, **fields))
 
 
+@packs
 def test_commands_that_run_a_model(tmp_path, packed, capsys):
     texts = tmp_path / "texts.txt"
     texts.write_text("the cat sat\na dog ran\n")
@@ -59,6 +61,7 @@ def test_commands_that_run_a_model(tmp_path, packed, capsys):
     assert first["text"] == "the cat sat" and len(first["embedding"]) == 32
 
 
+@packs
 def test_serve(tmp_path, packed, monkeypatch):
     found = []
 

@@ -13,6 +13,7 @@ import tiny
 import torch
 
 from fastbert import Reranker, SentenceEncoder, TextClassifier
+from fastbert.ops import are_weights_packed
 from fastbert.serve.app import Limits, make_app
 from fastbert.serve.engine import Engine, load_engine
 
@@ -49,8 +50,12 @@ def test_kinds_follow_from_the_config(engines):
 
 
 def assert_same(answer, expected) -> None:
-    """Numbers of an answer, which JSON has whole, are those of our classes to the bit."""
-    assert np.array_equal(np.float32(answer), np.float32(expected))
+    """Numbers of an answer, which JSON has whole, are those of our classes, to the bit where products are ours: a
+    request is another batch."""
+    if are_weights_packed():
+        assert np.array_equal(np.float32(answer), np.float32(expected))
+    else:
+        np.testing.assert_allclose(np.float32(answer), np.float32(expected), rtol=1e-5)
 
 
 def test_embed_gives_encodes_vectors(engines, folders):
