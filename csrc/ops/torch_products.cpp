@@ -118,6 +118,37 @@ Array rounded_rows(const RowsArg& x, int64_t rows, const PackedWeight& weight, f
   return wide;
 }
 
+// The left side of products: what several of them need of it is made once.
+class LeftSide {
+ public:
+  LeftSide(const RowsArg& x, int64_t rows) : x_(x), rows_(rows) {}
+
+  Matrix given(int64_t columns) const { return matrix_of(x_, rows_, columns); }
+
+  Matrix wide(int64_t columns) {
+    if (x_.dtype == DType::kFloat32) return given(columns);
+    if (!wide_.defined()) widened(given(columns), wide_);
+    return matrix_of(wide_);
+  }
+
+  // And its scales (rows,), until the next weight has another input_scale.
+  Matrix rounded(const PackedWeight& weight, Array& scales) {
+    if (!rounded_.defined() || input_scale_ != weight.input_scale) {
+      input_scale_ = weight.input_scale;
+      scales_ = workspace({rows_}, ScalarType::Float);
+      rounded_ = rounded_rows(x_, rows_, weight, scales_.data<float>());
+    }
+    scales = scales_;
+    return matrix_of(rounded_);
+  }
+
+ private:
+  RowsArg x_;
+  int64_t rows_;
+  float input_scale_ = 0;
+  Array wide_, rounded_, scales_;
+};
+
 // One target's sums.
 class Sums {
  public:
@@ -125,16 +156,15 @@ class Sums {
   Sums(const GemmTarget& target, int64_t rows, DType out_dtype, bool may_lie_in_out)
       : target_(target), rows_(rows), out_dtype_(out_dtype), may_lie_in_out_(may_lie_in_out) {}
 
-  void multiply(const RowsArg& x, const PackedWeight& weight) {
+  void multiply(LeftSide& x, const PackedWeight& weight) {
     const int64_t in_features = weight.in_features, out_features = weight.out_features;
-    Matrix a = matrix_of(x, rows_, in_features), b = matrix_of(weight.source);
-    Array of_a, of_b;
+    Matrix a = x.given(in_features), b = matrix_of(weight.source);
+    Array of_b;
     if (weight.format == DType::kInt8) {
-      scales_ = workspace({rows_}, ScalarType::Float);
-      of_a = rounded_rows(x, rows_, weight, scales_.data<float>()), of_b = widened_int8(weight);
-      a = matrix_of(of_a), b = matrix_of(of_b);
+      of_b = widened_int8(weight);
+      a = x.rounded(weight, scales_), b = matrix_of(of_b);
     } else if (are_widened(a, b, sums_.data == nullptr ? a.dtype : sums_.dtype)) {
-      a = widened(a, of_a), b = widened(b, of_b);
+      a = x.wide(in_features), b = widened(b, of_b);
     }
     const bool adds = sums_.data != nullptr;
     if (!adds) {
@@ -165,16 +195,18 @@ class Sums {
 void multiply_by_torch(const GemmArgs& args, int64_t rows,
                        const std::function<void(int64_t begin, int64_t end)>& done) {
   if (rows == 0) return;
+  LeftSide x(args.x, rows);
   std::vector<Sums> sums, gates;
   for (int64_t t = 0; t < args.num_targets; ++t) {
     const GemmTarget& target = args.targets[t];
     sums.emplace_back(target, rows, args.out_dtype, target.up_offset == 0);
-    sums.back().multiply(args.x, target.weight);
+    sums.back().multiply(x, target.weight);
     for (int64_t i = 0; i < target.num_addends; ++i) {
-      sums.back().multiply(target.addends[i].x, target.addends[i].weight);
+      LeftSide addend(target.addends[i].x, rows);
+      sums.back().multiply(addend, target.addends[i].weight);
     }
     gates.emplace_back(target, rows, args.out_dtype, false);
-    if (target.gate != nullptr) gates.back().multiply(args.x, target.gate->weight);
+    if (target.gate != nullptr) gates.back().multiply(x, target.gate->weight);
   }
   parallel_for(0, rows, 16, [&](int64_t begin, int64_t end) {
     for (size_t t = 0; t < sums.size(); ++t) {
