@@ -35,12 +35,13 @@ _SUPPORTED = f"base models, alone or under a head, of {', '.join(sorted(FAMILIES
 def accelerate(hf_model: M, *, spans_over_real_tokens: bool = False) -> M:
     """Speed up a live transformers model in place: its base models run packed, on fastbert's ops.
 
-    Parameters, state dict, config, saving and training stay those of transformers. Modules that replace a Linear, a
-    LayerNorm or an Embedding (LoRA, quantised ones), and hooks on these, are called with packed tensors.
+    Parameters, state dict, config, saving and training stay those of transformers. Modules that PEFT and quantisers put
+    in the place of a Linear, a LayerNorm or an Embedding are called with packed tensors. Hooks see what they see in
+    transformers: where one is inside of a base model, its calls run transformers' code.
 
     Outputs are those of transformers at every real token, and zeros at padding. A call that needs more than that (a
-    mask of another shape, a cache, hooks on an inner container, a head that reads padding, torch.export) runs in
-    transformers' own forward, and a warning says why. An id out of range raises InputError before any launch.
+    mask of another shape, a cache, a hook inside, a head that reads padding, torch.export) runs in transformers' own
+    forward, and a warning says why. An id out of range raises InputError before any launch.
 
     Args:
         hf_model: any module that holds base models of the supported families: a base model, a model with a head, a

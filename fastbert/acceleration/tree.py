@@ -81,8 +81,8 @@ def take_snapshot(root: nn.Module, plan: PackedPlan, config: EncoderConfig) -> S
     """What is there now, or why our path would not do what calling every module of the tree does."""
     if has_global_hooks():
         return "global module hooks are registered"
-    leaf_hooks = HOOKS if torch.is_grad_enabled() else FORWARD_HOOKS
-    if (known := snapshots.get(root, (plan, config, leaf_hooks))) is not None:
+    hooks = HOOKS if torch.is_grad_enabled() else FORWARD_HOOKS
+    if (known := snapshots.get(root, (plan, config, hooks))) is not None:
         return known
     guard = ModuleGuard(root)  # of all that is read below
     if unsupported := groups_unsupported(root, config) or _count_unsupported(root, config, guard):
@@ -100,10 +100,10 @@ def take_snapshot(root: nn.Module, plan: PackedPlan, config: EncoderConfig) -> S
         used = guard.watch_in_use(module)
         held = (module,) if used is module else (module, used)
         if key is None:
-            if unsupported := _leaf_unsupported(held, path, leaf_hooks, guard):
+            if unsupported := _leaf_unsupported(held, path, hooks, guard):
                 return unsupported
             continue
-        if unsupported := _passed_by_unsupported(held, path, plan.classes.get(key), guard):
+        if unsupported := _passed_by_unsupported(held, path, plan.classes.get(key), hooks, guard):
             return unsupported
         if is_sharded(module):
             sharded.append(path)
@@ -127,48 +127,87 @@ def take_snapshot(root: nn.Module, plan: PackedPlan, config: EncoderConfig) -> S
     if beyond := [path for path in sharded if path not in callable_ones.union(config.layer_paths)]:
         return f"{beyond[0]} is sharded by itself; fully_shard the layers, the embeddings or the whole model instead"
     snapshot = Snapshot(config.with_dropouts(dropouts), None, frozenset(sharded))
-    snapshots.put(root, (plan, config, leaf_hooks), guard, snapshot)
+    snapshots.put(root, (plan, config, hooks), guard, snapshot)
     return snapshot
 
 
-def _leaf_unsupported(
-    held: tuple[nn.Module, ...], path: str, leaf_hooks: tuple[str, ...], guard: ModuleGuard
-) -> str | None:
+def _leaf_unsupported(held: tuple[nn.Module, ...], path: str, hooks: tuple[str, ...], guard: ModuleGuard) -> str | None:
     """Why a leaf cannot be called with packed tensors. held: the leaf, and the copy of PEFT's that it calls."""
-    for each in held:
-        guard.watch(each, leaf_hooks)
-    hooks = [home_of(hook) for each in held for name in leaf_hooks for hook in getattr(each, name).values()]
-    if any(home.startswith("peft.") for home in hooks):
-        return "PEFT's adapter_names and alora_offsets choose by the row of a batch"
-    if any(home.startswith("captum.") for home in hooks):
-        return f"Captum attributes to what {path} gives for each row and column, padding included"
-    if isinstance(table := held[-1], nn.Embedding):
-        guard.hold(table.__dict__, "scale_grad_by_freq")
-        if table.scale_grad_by_freq:
+    leaf = held[-1]
+    inside = [each for each in leaf.modules() if each is not leaf]  # of PEFT's layers, a quantiser's
+    for each in (*held, *inside):
+        guard.watch(each, hooks)
+        if each._modules:
+            guard.watch_children(each)
+        if (unsupported := _called_beside(each, path, hooks)) is not None:
+            return unsupported
+        if FORWARD in each.__dict__ and not _is_dispatched(each):
+            return f"{path} has a forward of its own on the instance"
+        if not _home_of_class(each).startswith(_CLASSES_FROM):
+            return f"{path} is a {type(each).__name__}, which may look at the places of tokens in a batch"
+    if isinstance(leaf, nn.Embedding):
+        guard.hold(leaf.__dict__, "scale_grad_by_freq")
+        if leaf.scale_grad_by_freq:
             return f"{path} has scale_grad_by_freq=True: its gradient depends on how often padding is looked up"
     return None
 
 
 def _passed_by_unsupported(
-    held: tuple[nn.Module, ...], path: str, expected: type[nn.Module] | None, guard: ModuleGuard
+    held: tuple[nn.Module, ...], path: str, expected: type[nn.Module] | None, hooks: tuple[str, ...], guard: ModuleGuard
 ) -> str | None:
     """Why a module that packed execution does not call would do more than it takes it to do. held: the module, and the
     copy of PEFT's that it calls; expected: the class that it had when the model was accelerated.
     """
     for each in held:
-        guard.watch(each, ())
+        guard.watch(each, hooks)
         guard.watch_children(each)
-        guard.hold(each.__dict__, "training", *HOOKS)  # not none of them: transformers' recorder may stay
+        guard.hold(each.__dict__, "training")
     if class_of(held[-1]) is not expected:
         return f"{path} is a {type(held[-1]).__name__}, which was not there when the model was accelerated"
     for each in held:
         if FORWARD in each.__dict__:
             return f"{path} has a forward of its own on the instance"
-        if _has_hooks(each):
-            return f"{path} has hooks, and packed execution does not call that module"
+        if (unsupported := _called_beside(each, path, hooks)) is not None:
+            return unsupported
         if len(held) > 1 and (is_sharded(each) or each.training != held[0].training):
             return f"{path} has a copy of PEFT's in its place, which is sharded by itself or has a mode of its own"
     return None
+
+
+# Hooks that neither look at where a token is in a batch, nor change what a module gives by it: FSDP2's, which gather
+# weights; those with which transformers records what we return ourselves; torch's pruning, weight_norm and
+# spectral_norm, which make a weight; our own calibration and ablation.
+_HOOKS_FROM = (HOOKS_FROM, "transformers.utils.output_capturing", "torch.nn.utils.", "fastbert.")
+# Of transformers and PEFT: it sets requires_grad of what the table of words gives.
+_HOOKS_NAMED = ("make_inputs_require_grads", "make_inputs_require_grad")
+
+# Classes of leaves that give each row its own result, whatever is beside it: torch's, the families' norms and tables,
+# PEFT's layers, and what quantisers put in a Linear's place.
+_CLASSES_FROM = (
+    "torch.nn.", "torch.ao.", "transformers.", "peft.", "fastbert.", "torchao.", "bitsandbytes.", "optimum.quanto.",
+    "hqq.", "gptqmodel.", "auto_gptq.", "auto_round.", "awq.", "aqlm.", "eetq.", "compressed_tensors.", "quark.",
+    "vptq.", "spqr_quant.", "nncf.",
+)  # fmt: skip
+
+
+def _called_beside(module: nn.Module, path: str, hooks: tuple[str, ...]) -> str | None:
+    """The hook, of those that count, which sees the tensors of a batch: it must see them as transformers has them."""
+    for name in hooks:
+        for hook in module.__dict__.get(name, {}).values():
+            home = home_of(hook)
+            if not home.startswith(_HOOKS_FROM) and getattr(hook, "__name__", None) not in _HOOKS_NAMED:
+                return f"{path} has hooks ({home}), which see padded tensors"
+    return None
+
+
+def _is_dispatched(module: nn.Module) -> bool:
+    """Whether the forward on its instance is Accelerate's, which brings tensors to a module's device."""
+    return home_of(module.__dict__[FORWARD]).startswith("accelerate.")
+
+
+def _home_of_class(module: nn.Module) -> str:
+    """Where its class is defined; of a parametrized one, the class that it was made of."""
+    return next(cls.__module__ for cls in class_of(module).__mro__ if cls.__module__ != "torch.nn.utils.parametrize")
 
 
 def _dropouts_in(module: nn.Module, key: str, roles: dict[str, str | None]) -> Iterator[tuple]:
@@ -196,16 +235,3 @@ def _count_unsupported(root: Any, config: EncoderConfig, guard: ModuleGuard) -> 
     if count >= (before := config.num_hidden_layers):
         return None
     return f"its config's num_hidden_layers is {count}; when the model was accelerated it was {before}"
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Hooks other than those with which transformers records hidden states and attentions, which we return ourselves,
-    and FSDP2 gathers weights, for which we call the module.
-    """
-    if module._backward_hooks or module._backward_pre_hooks:
-        return True
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return any(home_of(hook) not in _KNOWN_HOOKS for hook in hooks)
-
-
-_KNOWN_HOOKS = ("transformers.utils.output_capturing", HOOKS_FROM)

@@ -145,20 +145,6 @@ def test_a_model_that_something_in_it_leads_back_to_is_freed():
     assert gone() is None
 
 
-TABLES = ("word_embeddings", "position_embeddings", "token_type_embeddings", "LayerNorm")
-LEAVES = ("attention.self.value", "intermediate.dense", "output.LayerNorm")
-LEAVES = (*(f"embeddings.{name}" for name in TABLES), *(f"encoder.layer.1.{name}" for name in LEAVES), "pooler.dense")
-
-
-@pytest.mark.parametrize("path", LEAVES)
-def test_hooks_on_leaves_are_honoured(path, packed_layers, no_fallback):
-    model = fastbert.accelerate(small())
-    before = model(IDS, attention_mask=MASK)[-1]
-    model.get_submodule(path).register_forward_hook(lambda module, args, out: out * 1.5)
-    assert_as_transformers(model, input_ids=IDS, attention_mask=MASK)
-    assert not torch.equal(model(IDS, attention_mask=MASK)[-1], before) and len(packed_layers) == 9
-
-
 def test_out_of_range_is_an_input_error(packed_layers):
     model = fastbert.accelerate(small("SequenceClassification"))
     for compiled in (model, torch.compile(model, backend="eager")):
@@ -251,7 +237,7 @@ def test_adapters_for_each_row_run_as_before(packed_layers):
     model = fastbert.accelerate(lora(small("SequenceClassification"), target_modules=["query"])).eval()
     names = ["default", "__base__"]
     expected = fastbert.restore(copy.deepcopy(model))(IDS, adapter_names=names).logits
-    with pytest.warns(UserWarning, match="PEFT's adapter_names"):
+    with pytest.warns(UserWarning, match=r"query has hooks \(peft.tuners.lora.model\)"):
         assert torch.equal(model(IDS, adapter_names=names).logits, expected)
     assert not packed_layers
 
