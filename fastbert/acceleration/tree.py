@@ -17,6 +17,7 @@ from fastbert.execution.snapshot import Snapshot
 from fastbert.execution.tree import Tree, snapshots
 from fastbert.families.schema import Scopes
 from fastbert.layer_spec import LayerSpec
+from fastbert.layers.adapters import layer_by_place
 from fastbert.layers.context import LayerContext
 from fastbert.layers.encoder import run_layer
 from fastbert.layers.guard import ModuleGuard
@@ -143,6 +144,8 @@ def _leaf_unsupported(held: tuple[nn.Module, ...], path: str, hooks: tuple[str, 
             return unsupported
         if FORWARD in each.__dict__ and not _is_dispatched(each):
             return f"{path} has a forward of its own on the instance"
+        if (by_place := layer_by_place(each)) is not None:
+            return f"{path}: {by_place}"
         if not _home_of_class(each).startswith(_CLASSES_FROM):
             return f"{path} is a {type(each).__name__}, which may look at the places of tokens in a batch"
     if isinstance(leaf, nn.Embedding):

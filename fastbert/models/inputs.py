@@ -13,8 +13,9 @@ from torch import nn
 from fastbert.config import EncoderConfig
 from fastbert.errors import InputError
 from fastbert.execution.request import EncoderInputs
+from fastbert.layers.adapters import hook_by_place, layer_by_place
 from fastbert.layers.embeddings import EmbeddingIds
-from fastbert.layers.leaves import get_leaf, home_of
+from fastbert.layers.leaves import get_leaf
 from fastbert.ops.packing import token_sequences
 from fastbert.packed_inputs import MASKED_IDS, ModelInputs
 from fastbert.packing import IdRange, PackedBatch
@@ -267,21 +268,19 @@ def _check_batch(batch: PackedBatch, values: torch.Tensor, grid, **others: Any) 
 
 
 def refuse_others(root: nn.Module, is_padded: bool) -> None:
-    """Raises InputError where somebody waits for what only a padded batch has: PEFT by its rows, or what records it."""
-    _refuse_adapters_by_row(root)
-    _refuse_recording(is_padded)
-
-
-def _refuse_adapters_by_row(root: nn.Module) -> None:
-    """PEFT's hooks choose an adapter by the row of a padded batch, and what leaves get are tokens."""
-    if "peft" not in sys.modules:
-        return
-    for module in root.modules():
-        if any([home_of(hook).startswith("peft.") for hook in module._forward_pre_hooks.values()]):
+    """Raises InputError where somebody waits for what only a padded batch has: code that goes by a token's row or
+    column, or what records it.
+    """
+    word = get_leaf(root, root.config.embeddings.word)  # type: ignore[union-attr]
+    # PEFT's tuners may be anywhere, and the Trainer's NEFTune is at the table of words alone.
+    for module in root.modules() if "peft" in sys.modules else (word,):
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        reason = next(filter(None, [layer_by_place(module), *map(hook_by_place, hooks)]), None)
+        if reason is not None:
             raise InputError(
-                "adapter_names and alora_offsets choose by the row of a padded batch, which fastbert's classes pack:"
-                " call the model once for each adapter (set_adapter), or use transformers' class"
+                f"{reason}, and fastbert's classes pack their batches: use transformers' class and fastbert.accelerate"
             )
+    _refuse_recording(is_padded)
 
 
 def _refuse_recording(is_padded: bool) -> None:

@@ -124,7 +124,7 @@ def test_the_adapter_in_use(model_type, head, names, target):
 def test_adapters_by_row_are_refused():
     model = fastbert.BertModel(make_config("bert"))
     model = drawn(model, [], "Model", ["query"]).eval()
-    with pytest.raises(InputError, match=r"^adapter_names and alora_offsets choose by the row .*set_adapter"):
+    with pytest.raises(InputError, match=r"^adapter_names and alora_offsets choose by the row .*fastbert.accelerate"):
         model(input_ids=IDS, attention_mask=MASK, adapter_names=["default", "__base__"])
 
 
