@@ -24,8 +24,10 @@ class BaseModelStatus:
     its own code. packed, others: how many calls ran packed, and how many in transformers' code, since the model was
     made, copied or accelerated. why_not: the last reason for that, "" for none. in_graphs: whether calls of an own
     model ran packed in a graph of torch.compile, too, which cannot count them. ways: of the last packed call, why the
-    "whole encoder", or its "layers", were not one op; "" where they were. wrapped: whether another library has put a
-    function around the accelerated forward, or in its place: what reaches the forward is counted.
+    "whole encoder", or its "layers", were not one op; "" where they were. texts: how many calls of `encode` of a
+    SentenceTransformer (as_sentence_transformer) took a SentenceEncoder's way; `ways["texts"]` says why the last one
+    did not. wrapped: whether another library has put a function around the accelerated forward, or in its place: what
+    reaches the forward is counted.
     """
 
     name: str
@@ -35,12 +37,13 @@ class BaseModelStatus:
     why_not: str = ""
     in_graphs: bool = False
     ways: Mapping[str, str] = field(default_factory=dict)
+    texts: int = 0
     wrapped: bool = False
 
     def __str__(self) -> str:
         if self.kind == "left alone":
             return f"{self.name}: not accelerated, every call runs transformers' own forward"
-        said = str(Calls(self.packed, self.others, self.why_not, self.in_graphs, self.ways))
+        said = str(Calls(self.packed, self.others, self.why_not, self.in_graphs, self.ways, self.texts))
         if self.kind == "own":
             return f"{self.name}: fastbert's own class, {said or 'not called yet'}"
         around = "; its forward has been replaced since, and what does not reach it is not counted" * self.wrapped

@@ -13,7 +13,8 @@ class Calls:
     """How many calls of one base model ran packed, how many in transformers' own code, and why the last of these did.
 
     in_graphs: whether some ran packed in a graph of torch.compile, which cannot count. ways: of the last packed call,
-    for each way that was tried, why it did not serve, "" where it did. A copy of the model counts by itself.
+    for each way that was tried, why it did not serve, "" where it did. texts: how many calls of `encode` of a
+    SentenceTransformer (as_sentence_transformer) took a SentenceEncoder's way. A copy of the model counts by itself.
     """
 
     def __init__(
@@ -23,9 +24,11 @@ class Calls:
         why_not: str = "",
         in_graphs: bool = False,
         ways: Mapping[str, str] | None = None,
+        texts: int = 0,
     ):
         self.packed, self.others, self.why_not, self.in_graphs = packed, others, why_not, in_graphs
         self.ways = {} if ways is None else ways
+        self.texts = texts
 
     def __reduce__(self):
         return Calls, ()

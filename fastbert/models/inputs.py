@@ -271,7 +271,8 @@ def refuse_others(root: nn.Module, is_padded: bool) -> None:
     """Raises InputError where somebody waits for what only a padded batch has: code that goes by a token's row or
     column, or what records it.
     """
-    word = get_leaf(root, root.config.embeddings.word)  # type: ignore[union-attr]
+    config: EncoderConfig = root.config  # type: ignore[assignment]
+    word = get_leaf(root, config.embeddings.word)
     # PEFT's tuners may be anywhere, and the Trainer's NEFTune is at the table of words alone.
     for module in root.modules() if "peft" in sys.modules else (word,):
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())

@@ -135,7 +135,7 @@ def _transformer(model: TextModel) -> dict[str, Any]:
 
 def save_tokenizer(model: TextModel, folder: Path) -> None:
     """tokenizer.json, and what transformers has beside it: there it looks for how texts are cut."""
-    tokenizer = Tokenizer.from_str(model.tokenizer.to_str())
+    tokenizer = Tokenizer.from_str(model.tokenizer_of(None).to_str())
     cut: dict[str, Any] = {"model_max_length": model.max_seq_length}
     if tokenizer.truncation is not None:  # the caller may have turned it off, which says nothing of a side
         cut["truncation_side"] = tokenizer.truncation["direction"]

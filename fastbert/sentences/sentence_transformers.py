@@ -1,7 +1,7 @@
-"""A SentenceTransformer that runs a SentenceEncoder, for tools that take no other class (KeyBERT, BERTopic, SetFit).
+"""A SentenceTransformer over a SentenceEncoder's weights, for tools that take no other class (KeyBERT, BERTopic).
 
-Its `encode` is the SentenceEncoder's. Its modules run the same weights, one after the other, as sentence-transformers'
-trainer needs them to.
+It is sentence-transformers' own class over their own modules, the first of which holds our model. What is changed on it
+is theirs to honour. While nothing is, texts take the way of a SentenceEncoder, which gives the same and is quicker.
 """
 
 from __future__ import annotations
@@ -13,21 +13,29 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+import torch
 from torch import nn
 
-from fastbert.data.sentence_folder import Normalize
-from fastbert.data.tokenized import Text
+from fastbert.data.sentence_folder import Normalize, Residual
 from fastbert.errors import ConfigError
+from fastbert.layers.guard import ModuleGuard
 from fastbert.models.quantized import is_quantized
-from fastbert.sentences.batches import check_texts, takes_sentences
 from fastbert.sentences.saving import save_tokenizer
 from fastbert.sentences.similarity import Similarity
-from fastbert.sentences.text_model import prompted
 
 if TYPE_CHECKING:
     from fastbert.sentences.encoder import SentenceEncoder
 
-_SETTINGS = ("default_prompt_name", "similarity_fn_name", "truncate_dim")  # beside the prompts
+TEXTS = "texts"  # in the `ways` of `status`
+# Arguments of `encode` that a SentenceEncoder has, too, and means the same by.
+_OPTIONS = frozenset(
+    (
+        "inputs", "sentences", "prompt_name", "prompt", "batch_size", "show_progress_bar", "output_value", "precision",
+        "convert_to_numpy", "convert_to_tensor", "device", "normalize_embeddings", "truncate_dim", "pool", "chunk_size",
+        "task",
+    )
+)  # fmt: skip
 
 
 def as_sentence_transformer(encoder: SentenceEncoder) -> Any:
@@ -35,57 +43,34 @@ def as_sentence_transformer(encoder: SentenceEncoder) -> Any:
     return _class()(encoder)
 
 
-def _made_again(encoder: SentenceEncoder, settings: dict[str, Any]) -> Any:
-    """Out of a pickle."""
-    model = as_sentence_transformer(encoder)
-    for name, value in settings.items():
-        setattr(model, name, value)
-    return model
-
-
-class PackedTransformer(nn.Module):
-    """The first module: token ids in, `token_embeddings` out. Padding is there for the modules that follow only."""
-
-    def __init__(self, encoder: SentenceEncoder, tokenizer: Any):
-        super().__init__()
-        self.auto_model = encoder.model
-        self.tokenizer = tokenizer  # transformers' form of the same one
-        self._encoder = encoder
-
-    def preprocess(self, inputs: list[Text], prompt: str | None = None, **options: Any) -> dict[str, Any]:
-        texts = [prompted(prompt or "", one) for one in check_texts(inputs, pairs=True)]
-        length = options.get("max_length") or self._encoder.settings.transformer.lengths.get(options.get("task", ""))
-        length = length or self.max_seq_length
-        features = dict(self.tokenizer(texts, padding=True, truncation=True, max_length=length, return_tensors="pt"))
-        if prompt:
-            features["prompt_length"] = self._encoder._prompt_tokens(prompt)
-        return features
-
-    tokenize = preprocess  # what releases before 6 called it
-
-    def forward(self, features: dict[str, Any], **options: Any) -> dict[str, Any]:
-        inputs = {
-            name: features[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in features
-        }
-        return {**features, "token_embeddings": self.auto_model(**inputs).last_hidden_state}
-
-    @property
-    def max_seq_length(self) -> int:
-        return self._encoder.max_seq_length
-
-    @max_seq_length.setter
-    def max_seq_length(self, length: int) -> None:
-        self._encoder.max_seq_length = length
-
-    def get_embedding_dimension(self) -> int:
-        return self.auto_model.config.hidden_size
-
-    get_word_embedding_dimension = get_embedding_dimension
+def _blank() -> Any:
+    """Out of a pickle, before its state."""
+    cls: Any = _class()
+    return cls.__new__(cls)
 
 
 def _trains(module: nn.Module) -> bool:
     """Whether it, or a module in it, is in training mode. `eval` writes to each of a hundred modules: 0.3 ms a call."""
     return module.training or any([_trains(child) for child in module._modules.values() if child is not None])
+
+
+def _watched(model: Any) -> ModuleGuard:
+    """What decides what a SentenceTransformer makes of a text, but for its prompts and the state of its tokenizer."""
+    guard = ModuleGuard(model)
+    for module in model.modules():
+        guard.watch(module)
+        guard.watch_children(module)
+    for module in model.children():
+        names = [name for name in module.__dict__ if not name.startswith("_") and name != "training"]
+        _hold(guard, module.__dict__, [*names, "_query_expansion", "_unpad_inputs"])
+    return guard
+
+
+def _hold(guard: ModuleGuard, values: dict[str, Any], names: list[str]) -> None:
+    guard.hold(values, *names)
+    for name in names:
+        if isinstance(inner := values.get(name), dict):
+            _hold(guard, inner, list(inner))
 
 
 @cache
@@ -107,40 +92,70 @@ def _class() -> type:
                 similarity_fn_name=cast(Similarity, encoder.similarity_fn_name),
                 truncate_dim=encoder.truncate_dim,
             )
-            self.encoder = encoder
+            self._encoder = copy.copy(encoder)
+            self._encoder.default_prompt_name = self._encoder.truncate_dim = self._encoder.windows = None
+            self._encoder._tokenizers = {}
+            self._guard: ModuleGuard | None = _watched(self)
 
-        @takes_sentences
-        def encode(self, inputs: Any, prompt_name: Any = None, prompt: Any = None, *args: Any, **options: Any):
-            if options.get("batch_size") == 32:  # the default of theirs; ours goes by tokens
-                del options["batch_size"]
-            if options.get("truncate_dim") is None:
-                options["truncate_dim"] = self.truncate_dim
+        def encode(self, *args: Any, **options: Any) -> Any:
+            calls = self._encoder.model.calls
+            inputs: Any = args[0] if args else options.get("inputs", options.get("sentences"))
+            if (reason := self._slow(inputs, args, options)) is not None:
+                output = super().encode(*args, **options)
+                calls.ways = {**calls.ways, TEXTS: reason}
+                return output
+            calls.texts += 1
             if _trains(self):
                 self.eval()
-            return self.encoder.encode(inputs, None, self._resolve_prompt(prompt, prompt_name), *args, **options)
+            gone = ("inputs", "sentences", "chunk_size")  # the last is a pool's, and there is none
+            options = {name: value for name, value in options.items() if value is not None and name not in gone}
+            if options.get("batch_size") == 32:  # the default of theirs; ours goes by tokens
+                del options["batch_size"]
+            options.setdefault("truncate_dim", self.truncate_dim)
+            prompt = self._resolve_prompt(options.pop("prompt", None), options.pop("prompt_name", None))
+            self._take_tokenizer(options.get("task"))
+            return self._encoder.encode(inputs, prompt=prompt, **options)
 
-        def start_multi_process_pool(self, target_devices: list[str] | None = None) -> Any:
-            return self.encoder.start_multi_process_pool(target_devices)
+        def _slow(self, inputs: Any, args: tuple, options: dict[str, Any]) -> str | None:
+            """Why a call takes sentence-transformers' own way."""
+            if len(args) > 1 or not options.keys() <= _OPTIONS:
+                return "an argument that is given without its name, or that SentenceEncoder.encode does not have"
+            if not isinstance(inputs, str) and not (
+                isinstance(inputs, (list, np.ndarray)) and len(inputs) and all([isinstance(one, str) for one in inputs])
+            ):
+                return "the inputs are not a string, or a list of strings"
+            if options.get("device") is not None or options.get("pool") is not None:
+                return "a device, or a pool"
+            if options.get("output_value", "sentence_embedding") != "sentence_embedding":
+                return "another output than vectors"
+            if self._guard is None or not self._guard.is_current():
+                return "a module, a setting of one or a hook is not what as_sentence_transformer has made"
+            behind = [p for module in self._encoder.recipe.modules for p in module.parameters()]
+            if any([p.dtype is not torch.float32 for p in behind]):
+                return "the modules behind the pooling are not float32"
+            return None
 
-        @staticmethod
-        def stop_multi_process_pool(pool: Any) -> None:
-            pool.close()
-
-        def save_pretrained(self, path: str, *args: Any, **options: Any) -> None:
-            """The encoder's folder, with what was set on this model: on a copy, for the encoder is its caller's."""
-            told = copy.copy(self.encoder)
-            for name, value in self._settings().items():
-                setattr(told, name, value)
-            told.save_pretrained(path, *args, **options)
-
-        save = save_pretrained
+        def _take_tokenizer(self, task: str | None) -> None:
+            """The encoder's tokenizer is the one inside of the first module's: what was changed there holds here."""
+            module, encoder = cast(Any, self[0]), self._encoder
+            theirs = module.tokenizer
+            tokenizer = encoder.tokenizer = theirs.backend_tokenizer
+            length = task and module.__dict__[f"{task}_length"]
+            wanted = {"direction": theirs.truncation_side, "max_length": length or theirs.model_max_length}
+            if tokenizer.padding is not None:  # their own way sets it with each call
+                tokenizer.no_padding()
+            if not wanted.items() <= (tokenizer.truncation or {}).items():
+                tokenizer.enable_truncation(**wanted)
+            encoder._max_seq_length = wanted["max_length"]
 
         def __reduce__(self) -> Any:
-            return _made_again, (self.encoder, self._settings())
+            """A copy of one that was changed has been changed, too."""
+            is_as_made = self._guard is not None and self._guard.is_current()
+            return _blank, (), {**self.__dict__, "prompts": dict(self.prompts), "_guard": is_as_made}
 
-        def _settings(self) -> dict[str, Any]:
-            """What may be set on this model, and does not reach the encoder."""
-            return {"prompts": dict(self.prompts)} | {name: getattr(self, name) for name in _SETTINGS}
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            super().__setstate__(state)
+            self._guard = _watched(self) if state["_guard"] else None
 
     return PackedSentenceTransformer
 
@@ -148,24 +163,41 @@ def _class() -> type:
 def _modules(encoder: SentenceEncoder) -> list[nn.Module]:
     """Theirs, with our weights, which become trainable; those of int8 layers do not."""
     from sentence_transformers.sentence_transformer import modules as theirs
-    from transformers import AutoTokenizer
 
-    with tempfile.TemporaryDirectory() as folder:
-        save_tokenizer(encoder, Path(folder))
-        Path(folder, "config.json").write_text(json.dumps(encoder.model.live_config.to_dict()))
-        tokenizer = AutoTokenizer.from_pretrained(folder)
     width, trains = encoder.model.config.hidden_size, not is_quantized(encoder.model)
     encoder.model.requires_grad_(trains)
     pooling = theirs.Pooling(width, list(encoder.recipe.pooling), include_prompt=encoder.recipe.prompt_is_pooled)
-    own_modules: list[nn.Module] = [PackedTransformer(encoder, tokenizer), pooling]
+    modules: list[nn.Module] = [_transformer(encoder), pooling]
     rest = iter(encoder.recipe.modules)
     for module in rest:
         if isinstance(module, Normalize):
-            own_modules.append(theirs.Normalize())
+            modules.append(theirs.Normalize())
             continue
-        assert isinstance(module, nn.Linear)
-        has_bias = module.bias is not None
-        dense = theirs.Dense(module.in_features, module.out_features, has_bias, next(rest))
-        dense.linear = module.requires_grad_(trains)
-        own_modules.append(dense)
-    return own_modules
+        is_residual = isinstance(module, Residual)
+        linear: Any = module.linear if is_residual else module
+        activation: Any = module.activation if is_residual else next(rest)
+        has_bias = linear.bias is not None
+        dense = theirs.Dense(linear.in_features, linear.out_features, has_bias, activation, use_residual=is_residual)
+        dense.linear = linear.requires_grad_(trains)
+        if isinstance(module, Residual) and module.residual is not None:
+            dense.residual = module.residual.requires_grad_(trains)
+        modules.append(dense)
+    return modules
+
+
+def _transformer(encoder: SentenceEncoder) -> nn.Module:
+    """Their first module, with our model where theirs would load its own."""
+    from sentence_transformers.sentence_transformer.modules import Transformer
+
+    class Loaded(Transformer):
+        def _load_model(self, *args: Any, **options: Any) -> Any:
+            return encoder.model
+
+    settings = encoder.settings.transformer
+    lengths = {f"{task}_length": length for task, length in settings.lengths.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        save_tokenizer(encoder, Path(folder))
+        Path(folder, "config.json").write_text(json.dumps(encoder.model.live_config.to_dict()))
+        module = Loaded(folder, do_lower_case=settings.lowercase, **lengths)
+    module.__class__ = Transformer  # whose name its folder has
+    return cast(nn.Module, module)

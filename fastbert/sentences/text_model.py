@@ -93,6 +93,7 @@ class TextModel(HasModel):
         if self.default_prompt_name is not None and self.default_prompt_name not in self.prompts:
             has = ", ".join(self.prompts) or "no prompts"
             raise ConfigError(f"default_prompt_name is {self.default_prompt_name!r}; this model has: {has}")
+        self._assigned: dict[str, Any] = {}  # of the tokenizer's attributes
         self._tokenizers = {
             task: Tokenizer.from_str(tokenizer.to_str()) for task in settings.transformer.lengths
         }  # each with a length of its own
@@ -171,8 +172,28 @@ class TextModel(HasModel):
             raise ConfigError(f"{name} is {length}; this model allows {added + 1} to {limit} tokens")
         tokenizer.enable_truncation(length, direction=(tokenizer.truncation or {}).get("direction", "right"))
 
+    def _assign(self, assigned: dict[str, Any]) -> None:
+        """Takes what was set on the tokenizer by the names that transformers' tokenizers have for it.
+
+        Raises InputError for another name, and ConfigError for a length that the model does not allow.
+        """
+        if others := assigned.keys() - {"truncation_side", "model_max_length"}:
+            raise InputError(
+                f"tokenizer.{min(others)} was set, which has no effect: a tokenizers.Tokenizer has methods"
+                " (enable_truncation, ...), and of the names of transformers' it may have truncation_side and"
+                " model_max_length"
+            )
+        if (length := assigned.get("model_max_length")) is not None:
+            self.max_seq_length = length
+        if (side := assigned.get("truncation_side")) is not None:
+            for each in (self.tokenizer, *self._tokenizers.values()):
+                each.enable_truncation((each.truncation or {}).get("max_length", self.max_seq_length), direction=side)
+        self._assigned = dict(assigned)
+
     def tokenizer_of(self, task: str | None) -> Tokenizer:
         """The one that cuts the texts of a task, "query" or "document", to the length that the folder has for it."""
+        if (assigned := self.tokenizer.__dict__) != self._assigned:
+            self._assign(assigned)
         return self._tokenizers.get(task, self.tokenizer) if task is not None else self.tokenizer
 
     @property

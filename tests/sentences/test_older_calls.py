@@ -99,7 +99,7 @@ def test_pairs_become_what_the_wrappers_modules_take(ours, folder, library):
     wrapped, theirs = ours.as_sentence_transformer(), library.SentenceTransformer(str(folder), device="cpu")
     for prompt in (None, "we "):
         wanted = theirs.preprocess(PAIRS, prompt=prompt)
-        for found in (wrapped.preprocess(PAIRS, prompt=prompt), wrapped[0].tokenize(PAIRS, prompt)):
+        for found in (wrapped.preprocess(PAIRS, prompt=prompt), wrapped[0].preprocess(PAIRS, prompt=prompt)):
             for name in ("input_ids", "token_type_ids", "attention_mask"):
                 assert torch.equal(found[name], wanted[name])
         made = ours.tokenize([PAIRS[0]], prompt or "")
