@@ -1,11 +1,12 @@
-"""sentence-transformers' own tests of models, losses and trainers on three routes.
+"""sentence-transformers' own tests of models, losses and trainers on four routes.
 
     git clone --branch v6.2.0 https://github.com/huggingface/sentence-transformers
     python tests/ecosystem/theirs_sentences.py FOLDER                     # the clone: the distribution has no tests
     python tests/ecosystem/theirs_sentences.py FOLDER tests/cross_encoder # some of them
 
 Routes: the library as it is ("plain"), every model of transformers in it accelerated before its first call
-("accelerated"), and our classes in the place of transformers' ("own"). How many calls ran packed is printed, and what
+("accelerated"), our classes in the place of transformers' ("own"), and `SentenceEncoder.as_sentence_transformer()` in
+the place of SentenceTransformer ("wrapped"). How many calls ran packed is printed, and what
 fails on a route and not on "plain"; the exit status is 1 where REASONS does not say why.
 
 There is no hub: the models that the tests name are tiny ones with random weights in a cache of the hub's form, and its
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-ROUTES = ("plain", "accelerated", "own")
+ROUTES = ("plain", "accelerated", "own", "wrapped")
 TESTS = ("tests/sentence_transformer", "tests/cross_encoder", "tests/sparse_encoder", "tests/multi_vector_encoder")
 TESTS = (*TESTS, "tests/base/test_trainer.py", "tests/base/modules/test_transformer.py")
 ENCODERS = (
@@ -138,6 +139,8 @@ def pytest_configure(config: Any) -> None:
             theirs.from_pretrained = staticmethod(_ours_or(theirs.from_pretrained, ours.from_pretrained))
     elif route == "accelerated":
         config._met = _accelerate_all()
+    elif route == "wrapped":
+        config._met = _wrap_all()
 
 
 def pytest_unconfigure(config: Any) -> None:
@@ -186,6 +189,36 @@ def _accelerate_all() -> list[Any]:
         return call(module, *args, **kwargs)
 
     torch.nn.Module.__call__ = accelerates
+    return met
+
+
+def _wrap_all() -> list[Any]:
+    """A SentenceTransformer that is made from a name is one of ours, where a SentenceEncoder reads the name."""
+    from sentence_transformers import SentenceTransformer
+
+    import fastbert
+    from fastbert.sentences.sentence_transformers import _class
+
+    met: list[Any] = []
+
+    class Wrapped(_class()):  # type: ignore[misc]
+        def __init__(self, name: Any = None, **options: Any):
+            try:
+                encoder = fastbert.SentenceEncoder(name, **options) if isinstance(name, str) else None
+            except (fastbert.ConfigError, fastbert.CheckpointError, TypeError):
+                encoder = None
+            if encoder is None:
+                self.__class__ = SentenceTransformer
+                self.__init__(name, **options)
+                return
+            super().__init__(encoder)
+            self.model_card_data.set_base_model(name)
+            met.append(self)
+
+    def made(cls: Any, *args: Any, **options: Any) -> Any:
+        return object.__new__(Wrapped if cls is SentenceTransformer else cls)
+
+    SentenceTransformer.__new__ = made
     return met
 
 
