@@ -114,6 +114,8 @@ std::tuple<Array, Array> maxsim_fwd_cpu(const Array& queries_, const Array& cu_s
   Array scales, query_scales;
   if (is_int8) {
     check(queries.scalar_type() == ScalarType::Char, "queries are ", queries.scalar_type(), ", documents int8");
+    check(width <= kMostInt8Columns, "int8 vectors have width ", width, "; sums of more than ", kMostInt8Columns,
+          " products do not fit into int32");
     scales = checked("scales", scales_, {documents.size(0)}, ScalarType::Float);
     query_scales = checked("query_scales", query_scales_, {queries.size(0)}, ScalarType::Float);
   }

@@ -179,7 +179,7 @@ def _maxsim_torch(queries, cu_seqlens_q, documents, cu_seqlens_d, query_scales, 
         scores = _pairs_torch(queries, cu_seqlens_q, documents, cu_seqlens_d, pairs)
     else:  # keeps the graph: gradients are defined, and zero
         shape = (num_queries, cu_seqlens_d.shape[0] - 1) if pairs is None else pairs.shape[1:]
-        scores = (queries.sum() + documents.sum()) * 0 + queries.new_zeros(shape)
+        scores = queries[:0].sum() + documents[:0].sum() + queries.new_zeros(shape)
     scores = torch.where(is_empty, NO_DOCUMENT, scores)
     return scores if scales is None else scores.float()
 
@@ -215,11 +215,15 @@ register("maxsim", Backend.TRITON, _supports_triton, probe=_probe)
 
 
 def in_int8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row of (tokens, width) in whole numbers within +-127, int8, and what one of them stands for, float32."""
+    """Each row of (tokens, width) in whole numbers within +-127, int8, and what one of them stands for, float32.
+
+    No number stands for what is not finite: such a row is zeros with the scale NaN.
+    """
     wide = rows.float()
     largest = wide.abs().amax(-1) if wide.shape[0] else wide.new_zeros(0)
-    scales = torch.where(largest > 0, largest, 1.0) / 127
-    return (wide / scales[:, None]).round().to(torch.int8), scales
+    is_finite, scales = largest.isfinite(), torch.where(largest > 0, largest, 1.0) / 127
+    numbers = torch.where(is_finite[:, None], wide / scales[:, None], 0.0).round().to(torch.int8)
+    return numbers, torch.where(is_finite, scales, torch.nan)
 
 
 def _every_pair(cu_seqlens_q, cu_seqlens_d):

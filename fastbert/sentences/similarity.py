@@ -123,6 +123,10 @@ def in_precision(vectors: np.ndarray, precision: str) -> np.ndarray:
     """
     if precision == "float32":
         return vectors
+    if len(broken := np.flatnonzero(~np.isfinite(vectors).all(axis=-1))):
+        raise InputError(
+            f"vector {broken[0]} is not finite: no {precision} stands for it; precision='float32' shows it"
+        )
     if precision.endswith("binary"):
         bits = np.packbits(vectors > 0, axis=-1)
         return bits if precision == "ubinary" else (bits - 128).astype(np.int8)

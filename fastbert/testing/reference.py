@@ -285,7 +285,7 @@ def cross_entropy(hidden_states, weight, bias, labels, ignore_index=-100, label_
             log_sum_exp = row_max + torch.log(torch.exp(logits - row_max).sum())
             plain, smooth = log_sum_exp - logits[label], log_sum_exp - logits.mean()
             losses.append((1 - label_smoothing) * plain + label_smoothing * smooth + z_loss * log_sum_exp**2)
-    return torch.stack(losses).mean() if losses else hidden_states.sum() * 0.0
+    return torch.stack(losses).mean() if losses else hidden_states[:0].sum()
 
 
 def sequence_cross_entropy(logits, cu_seqlens, targets):
@@ -294,7 +294,7 @@ def sequence_cross_entropy(logits, cu_seqlens, targets):
     for start, stop, target in zip(offsets, offsets[1:], targets.tolist(), strict=False):
         if 0 <= target < stop - start:
             losses.append(-torch.log(softmax(logits[start:stop])[target]))
-    return torch.stack(losses).mean() if losses else logits.sum() * 0.0
+    return torch.stack(losses).mean() if losses else logits[:0].sum()
 
 
 def normalize(x, eps=1e-12):

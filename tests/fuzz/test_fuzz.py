@@ -23,6 +23,9 @@ from fuzz_damage import ODD_VALUES, mutate
 from fuzz_driver import run_round
 from hf import families_axis, make_hf, make_oracle
 from kinds import of_every_kind
+from op_case import Case
+
+from fastbert.testing import reference
 
 CASES = {
     fuzz_files.FUZZER: 6,
@@ -112,3 +115,22 @@ def test_terms_of_keys_biases_are_there_for_every_family(model_type):
         if name.endswith((".key.bias", ".k.bias", ".k_lin.bias")) and exact.abs().max() < 1e-12:
             bound = torch.finfo(torch.float32).eps * terms[f"{name.rpartition('.')[0].rpartition('.')[0]}.terms"]
             assert near[name].abs().max() <= bound, name
+
+
+def test_a_loss_may_err_by_what_its_logits_are_rounded_by():
+    """It is a difference of two of them: of one row, where they are thousands and it is not, one draw tells nothing."""
+    labels = torch.tensor([3])
+
+    def exact_but_for_one_rounding(x, weight):
+        logits = x.double() @ weight.double().T
+        error = torch.finfo(x.dtype).eps / 2 * logits.abs().max()
+        return (reference.cross_entropy(x.double(), weight.double(), None, labels) + error).to(x.dtype)
+
+    values = {"x": "few values", "weight": "large mean"}
+    shapes = {"x": (1, 64), "weight": (30, 64)}
+    formula = lambda x, weight: reference.cross_entropy(x, weight, None, labels)  # noqa: E731
+    case = Case(exact_but_for_one_rounding, formula, shapes, torch.bfloat16, {"weight": 64**-0.5}, values)
+    with pytest.raises(AssertionError, match="max error"):
+        case.compare(0)
+    case.differs = lambda x, weight: x @ weight.T
+    case.compare(0)

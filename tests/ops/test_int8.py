@@ -269,3 +269,18 @@ def test_a_row_too_small_for_a_scale_is_a_row_of_zeros(backend, dtype):
     weight, scale = torch.full((2, 19), 100, dtype=torch.int8), torch.ones(2)
     out = ops.linear(x.to(dtype), weight, None, weight_scale=scale, backend=backend)
     assert (out.abs() <= 1.001e-35).all() and (out >= 0).all()
+
+
+def test_a_weight_that_is_too_wide_to_be_summed(backend):
+    """132,103 products of 127 and -128 fit into int32, and the CPU's kernels multiply no more."""
+    limit = 2**31 // (127 * 128) - 1
+    options = {"weight_scale": torch.ones(2), "backend": backend}
+    out = ops.linear(torch.ones(1, limit), torch.full((2, limit), -128, dtype=torch.int8), None, **options)
+    expected = torch.full((1, 2), -128.0 * limit)
+    assert_close_to_reference(out, expected.double(), expected)
+    wide = torch.ones(1, limit + 1), torch.full((2, limit + 1), -128, dtype=torch.int8)
+    if backend == "torch":
+        assert_close_to_reference(ops.linear(*wide, None, **options), expected.double() - 128, expected - 128)
+    else:
+        with pytest.raises(RuntimeError, match=f"an int8 weight has {limit + 1} columns"):
+            ops.linear(*wide, None, **options)

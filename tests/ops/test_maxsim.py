@@ -170,3 +170,56 @@ def test_backward_holds_winners_and_nothing_of_tokens_times_tokens():
     extra = {t.untyped_storage().data_ptr(): t.nbytes for t in held if t is not queries and t is not documents}
     own = {queries.untyped_storage().data_ptr(), documents.untyped_storage().data_ptr()}
     assert sum(size for place, size in extra.items() if place not in own) < 1.1 * 4 * 64 * 4096
+
+
+@each_of_int8
+def test_what_is_not_finite_has_no_int8(backend):
+    """As in float32, its scores are NaN, and no others are."""
+    (queries, of_q), (documents, of_d) = packed((5, 40), 33), packed((70, 20, 100), 33, seed=1)
+    pairs = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2]])
+    for value in (torch.nan, torch.inf, -torch.inf):
+        for side, row in ((0, 3), (1, 75)):
+            rows = [queries.clone(), documents.clone()]
+            rows[side][row, 7] = value
+            numbers, scales = ops.in_int8(rows[1])
+            with backend_with_isa(backend) as name:
+                scores = ops.maxsim(rows[0], of_q, numbers, of_d, scales=scales, backend=name)
+                paired = ops.maxsim(rows[0], of_q, numbers, of_d, pairs=pairs, scales=scales, backend=name)
+            expected = torch.zeros(2, 3, dtype=torch.bool)
+            expected.select(side, 0 if side == 0 else 1)[:] = True
+            assert torch.equal(scores.isnan(), expected) and torch.equal(paired.isnan(), expected.flatten())
+    rows = torch.tensor([[1.0, -2.0], [torch.nan, 1.0], [0.0, 0.0]])
+    numbers, scales = ops.in_int8(rows)
+    assert numbers.tolist() == [[64, -127], [0, 0], [0, 0]] and scales.isnan().tolist() == [False, True, False]
+
+
+@each_backend
+def test_queries_without_tokens_beside_a_nan(backend):
+    documents, of_d = packed((2, 3), 8)
+    documents[0, 0] = torch.nan
+    documents.requires_grad_()
+    queries, of_q = torch.zeros(0, 8, requires_grad=True), torch.zeros(3, dtype=torch.int32)
+    with backend_with_isa(backend) as name:
+        scores = ops.maxsim(queries, of_q, documents, of_d, backend=name)
+        paired = ops.maxsim(queries, of_q, documents, of_d, pairs=torch.tensor([[0, 1], [0, 1]]), backend=name)
+    assert scores.eq(0).all() and scores.shape == (2, 2) and paired.tolist() == [0, 0]
+    scores.sum().backward()
+    assert documents.grad.eq(0).all() and queries.grad.shape == (0, 8)
+
+
+@needs_kernels
+@pytest.mark.parametrize("isa", [name.partition("-")[2] for name in CPU_BACKENDS])
+def test_int8_that_is_too_wide_to_be_summed(isa):
+    """132,103 products of 127 and -128 fit into int32, and no more are multiplied."""
+    limit = 2**31 // (127 * 128) - 1
+    queries, of_one = torch.ones(1, limit), torch.tensor([0, 1], dtype=torch.int32)
+    documents, scales = torch.full((1, limit), -128, dtype=torch.int8), torch.ones(1)
+    with backend_with_isa(f"cpu-{isa}"):
+        score = ops.maxsim(queries, of_one, documents, of_one, scales=scales, backend="cpu")
+        assert_close_to_reference(
+            score, torch.full((1, 1), -128.0 * limit).double(), torch.full((1, 1), -128.0 * limit)
+        )
+        with pytest.raises(RuntimeError, match=f"int8 vectors have width {limit + 1}"):
+            ops.maxsim(
+                torch.ones(1, limit + 1), of_one, torch.ones(1, limit + 1).char(), of_one, scales=scales, backend="cpu"
+            )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from precise import assert_close_to_theirs
 from seeds import manual_seed
 
-from fastbert.sentences.similarity import SIMILARITIES, similarity, similarity_pairwise
+from fastbert.errors import InputError
+from fastbert.sentences.similarity import SIMILARITIES, in_precision, similarity, similarity_pairwise
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -36,3 +38,12 @@ def test_the_wider_dtype_holds(name):
     a, b = torch.randn(3, 9).double(), torch.randn(3, 9)
     assert torch.equal(similarity(a, b, name), similarity(a, b.double(), name))
     assert torch.equal(similarity_pairwise(b, a, name), similarity_pairwise(b.double(), a, name))
+
+
+@pytest.mark.parametrize("precision", ("int8", "uint8", "binary", "ubinary"))
+def test_no_integers_for_what_is_not_finite(precision):
+    vectors = np.ones((3, 8), np.float32)
+    vectors[1, 2] = np.nan
+    with pytest.raises(InputError, match=f"vector 1 is not finite: no {precision} stands for it"):
+        in_precision(vectors, precision)
+    assert in_precision(vectors, "float32") is vectors

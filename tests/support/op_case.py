@@ -63,6 +63,8 @@ class Case:
     `addends`: of how many numbers the output is the sum. Where they are equal (the losses of logits that are all 0),
     each draw rounds alike, and it is the order that decides how far: torch's loss adds up one after another, the
     formula pairs. Each of n additions of equal numbers rounds by at most eps / 2 of what is there, n eps / 4 in all.
+    `differs`: of the operands in float64, numbers of which the output is a difference. It errs by what these are
+    rounded by, however small it is itself.
     """
 
     op: Callable[..., torch.Tensor]
@@ -77,6 +79,7 @@ class Case:
     has_means: bool = True
     reads_gaps: bool = False
     addends: int = 1
+    differs: Callable[..., torch.Tensor] | None = None
 
     def make(self, seed: int) -> Tensors:
         generator = torch.Generator().manual_seed(seed)
@@ -134,6 +137,10 @@ class Case:
         assert set(actual) == set(oracle)
         # A loss comes out in fp32 whatever went in; the baseline's has the inputs' dtype.
         actual = {name: t.to(baseline[name].dtype) for name, t in actual.items()}
+        if self.differs is not None:  # their size beside the output's
+            size = self.differs(**{name: t.double() for name, t in tensors.items()}).abs().amax()[None]
+            for results in (actual, oracle, baseline):
+                results["out"] = torch.cat([results["out"].reshape(1), size.to(results["out"].dtype)])
         return actual, oracle, baseline
 
 

@@ -98,9 +98,8 @@ class TokenVectors:
         """Each vector in whole numbers within +-127, and what one of them stands for."""
         if self.scales is not None:
             return self
-        largest = self.vectors.float().abs().amax(-1)
-        scales = torch.where(largest > 0, largest, 1.0) / 127
-        return TokenVectors((self.vectors / scales[:, None]).round().to(torch.int8), self.cu_seqlens, scales)
+        numbers, scales = ops.in_int8(self.vectors)
+        return TokenVectors(numbers, self.cu_seqlens, scales)
 
     def select(self, texts: Sequence[int]) -> TokenVectors:
         """Those of some of the texts, in this order."""
