@@ -89,7 +89,7 @@ def push(
     return api.upload_folder(
         repo_id=repo_id,
         folder_path=folder,
-        commit_message=commit_message or "Upload model",
+        commit_message="Upload model" if commit_message is None else commit_message,
         commit_description=commit_description,
         revision=revision,
         create_pr=create_pr,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 import sys
 import zlib
 from collections import deque
@@ -20,6 +21,7 @@ from fastbert.data.delimiters import MAX_LINE_BYTES, check_delimiter, delimiter_
 from fastbert.errors import TextFileError
 
 STDIN = Path("-")
+_LINE_ENDS = re.compile(rb"(?<=\r)(?=[^\n])")  # of CR alone; what is read ends at LF
 _DIGITS = 100  # of a number in JSON that are read
 _USUAL_COLUMNS = ("text", "sentence")
 _VALUE = "the value"  # what a text is called in messages; with others in its row it has its column's name
@@ -210,18 +212,37 @@ def _numbered(path: Path, bad: Bad) -> Iterator[tuple[int, str]]:
     number = 0
     try:
         with _open(path) as file:
-            while raw := file.readline(MAX_LINE_BYTES + 1):
+            for raw in _raw_lines(file):
                 number += 1
                 try:
                     line = _decoded(raw, f"{name_of(path)}, line {number}")
                 except TextFileError as error:
                     bad(error)
-                    while raw and not raw.endswith(b"\n"):  # the rest of a line that is too long
-                        raw = file.readline(MAX_LINE_BYTES)
                     continue
                 yield number, line.removeprefix("\ufeff") if number == 1 else line
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise TextFileError(f"{name_of(path)}, after line {number}: {error}") from None
+
+
+def _raw_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Lines with their ends: LF, CRLF, or CR alone, as the readers of `datasets` have them. Of one that is too long, as
+    much as shows that it is.
+    """
+    rest, is_skipped = b"", False
+    while block := file.readline(MAX_LINE_BYTES + 1 - len(rest)):
+        whole = rest + block
+        lines = _LINE_ENDS.split(whole) if b"\r" in whole else [whole]
+        rest = b"" if lines[-1].endswith(b"\n") else lines.pop()
+        if lines and is_skipped:
+            del lines[0]
+            is_skipped = False
+        yield from lines
+        if len(rest) > MAX_LINE_BYTES:
+            if not is_skipped:
+                yield rest
+            rest, is_skipped = rest[-1:], True  # a CR, which may be half of the line's end
+    if rest and not is_skipped:
+        yield rest
 
 
 def _decoded(raw: bytes, where: str) -> str:

@@ -64,7 +64,7 @@ class TextClassifier(SequenceScorer):
         """
         one = isinstance(inputs, str)
         listed = check_texts(inputs) if isinstance(inputs, str) else _check_inputs(inputs)
-        windows = windows or self.windows
+        windows = self.windows if windows is None else windows
         options = InferenceOptions("", batch_tokens, batch_size, on_host=True, windows=windows, aggregate=aggregate)
         bar_options = {"desc": "classifying"}
         logits = self.shared_rows(listed, options, show_progress_bar, device, pool, chunk_size, **bar_options)

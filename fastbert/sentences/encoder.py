@@ -187,7 +187,7 @@ class SentenceEncoder(TextModel, HasSimilarity, HasDimensions):
             raise InputError(f"unknown precision {precision!r}; there are {', '.join(PRECISIONS)}")
         if normalize_embeddings and normalize is False:
             raise InputError("normalize_embeddings=True and normalize=False exclude each other")
-        windows = windows or self.windows
+        windows = self.windows if windows is None else windows
         one, listed = isinstance(inputs, str), check_texts(inputs, pairs=True, windows=windows)
         as_vectors = output_value == "sentence_embedding"
         options = inference_options(
@@ -208,7 +208,7 @@ class SentenceEncoder(TextModel, HasSimilarity, HasDimensions):
             from fastbert.sentences.documents import token_rows  # here and below: few calls need it
 
             with progress_bar(len(listed), show_progress_bar) as bar:
-                rows = token_rows(self.to(device or self.device), listed, options, bar.update)
+                rows = token_rows(self.to(self.device if device is None else device), listed, options, bar.update)
             outputs = [row["token_embeddings"] for row in rows] if output_value else rows
             return outputs[0] if one else outputs
         vectors = self.shared_rows(listed, options, show_progress_bar, device, pool, chunk_size)
@@ -318,7 +318,7 @@ class SentenceEncoder(TextModel, HasSimilarity, HasDimensions):
             batch_tokens,
             normalize=normalize,
             truncate_dim=truncate_dim,
-            windows=windows or self.windows,
+            windows=self.windows if windows is None else windows,
         )
         check_listed("texts", texts, "a list of strings, or what gives them one by one")
         for chunk in in_chunks(texts, chunk_texts, aligned=True):

@@ -166,7 +166,8 @@ def open_folder(
     for name, text in prompts.items():
         check_text(f"prompts[{name!r}]", text)
     settings.prompts |= prompts
-    settings.default_prompt_name = options.get("default_prompt_name") or settings.default_prompt_name
+    prompt_name = options.get("default_prompt_name")
+    settings.default_prompt_name = settings.default_prompt_name if prompt_name is None else prompt_name
     int8 = dtype in ("int8", torch.int8)
     return Opened(
         root=root,

@@ -83,7 +83,8 @@ class Reranker(SequenceScorer):
         self, model: PreTrainedModel, tokenizer: Tokenizer, max_seq_length: int, settings: FolderSettings | None = None
     ) -> None:
         super()._assemble(model, tokenizer, max_seq_length, settings)
-        self.activation_fn = self._given_activation or _activation(model, settings, self.num_labels)
+        given = self._given_activation  # nn.Sequential() is one, and false
+        self.activation_fn = _activation(model, settings, self.num_labels) if given is None else given
 
     _given_activation: Activation | None = None
 
@@ -162,7 +163,7 @@ class Reranker(SequenceScorer):
             batch_tokens,
             batch_size,
             on_host=on_host,
-            windows=windows or self.windows,
+            windows=self.windows if windows is None else windows,
             aggregate=aggregate,
         )
         bar_options = {"unit": " pairs", "desc": "scoring"}
@@ -171,7 +172,9 @@ class Reranker(SequenceScorer):
         scores = scores[0] if one else scores
         if convert_to_tensor:
             return scores.to(self.device)
-        return scores.cpu().numpy() if convert_to_numpy else scores if one else list(scores)
+        if convert_to_numpy:
+            return scores.cpu().numpy()[()]  # of one score a NumPy scalar, and no array without dimensions
+        return scores if one else list(scores)
 
     encode = predict
 
@@ -180,9 +183,9 @@ class Reranker(SequenceScorer):
         self, logits: torch.Tensor, activation_fn: Activation | None = None, apply_softmax: bool = False
     ) -> torch.Tensor:
         """What `predict` makes of logits (pairs, num_labels)."""
-        scores = (activation_fn or self.activation_fn)(logits)
+        scores = (self.activation_fn if activation_fn is None else activation_fn)(logits)
         if self.num_labels == 1:
-            return scores.squeeze(-1)
+            return scores.squeeze(-1) if scores.dim() > 1 else scores  # an activation may have done it
         return F.softmax(scores, dim=-1) if apply_softmax else scores
 
     def rank(

@@ -125,5 +125,6 @@ def check_key(scope: dict, expected: bytes) -> None:
     """Raises RequestError for a request without the header; the time does not tell how much of it is right."""
     credentials = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
     scheme, blank, key = credentials.partition(b" ")
-    if not hmac.compare_digest(scheme.capitalize() + blank + key, expected):  # the scheme may have any case
+    # The scheme may have any case, and blanks may stand around the key (RFC 9110, 5.5 and 11.4).
+    if not hmac.compare_digest(scheme.capitalize() + blank + key.strip(b" \t"), expected):
         raise RequestError("unauthorized", "the header Authorization must be: Bearer, a space and the API key")

@@ -289,8 +289,10 @@ class Server:
         """
         windows = self.engine.model.windows if base is None else base
         try:
-            if asked is not None:
-                windows = None if asked is False else replace(windows or Windows(), **({} if asked is True else asked))
+            if asked is False:
+                windows = None
+            elif asked is not None:
+                windows = replace(Windows() if windows is None else windows, **({} if asked is True else asked))
             return replace(self.engine.options, prompt=prompt, windows=windows, aggregate=aggregate)
         except InputError as error:
             raise RequestError("validation", f"windows: {error}") from None

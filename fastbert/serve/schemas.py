@@ -67,8 +67,8 @@ def _texts(value: Any) -> list[str]:
 
 
 def _texts_or_ids(value: Any) -> list[str] | Ids:
-    """A text, the token ids of one, or a list of either."""
-    if not isinstance(value, list) or not value or not (isinstance(value[0], list) or is_whole(value[0])):
+    """A text, the token ids of one, or a list of either. 1.0 is no id, as for text-embeddings-inference and OpenAI."""
+    if not isinstance(value, list) or not value or type(value[0]) not in (list, int, float):
         return _texts(value)
     is_one = not isinstance(value[0], list)
     for i, row in enumerate([value] if is_one else value):
@@ -76,9 +76,11 @@ def _texts_or_ids(value: Any) -> list[str] | Ids:
         if not isinstance(row, list):
             raise ValueError(f"{subject} is {kind_of(row)}, and entry 0 is a list of token ids")
         for j, one in enumerate(row):
-            if not is_whole(one):
-                raise ValueError(f"{subject}{' ' if subject else ''}id {j} is {kind_of(one)}, not a whole number")
-    return Ids(list(map(int, row)) for row in ([value] if is_one else value))
+            if type(one) is not int:
+                found = one if type(one) is float else kind_of(one)
+                told = f"id {j} is {found}; token ids are whole numbers, without a point or an exponent"
+                raise ValueError(f"{subject} {told}".lstrip())
+    return Ids([value] if is_one else value)
 
 
 class Inputs(list):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import io
+import json
 
-from fastbert.data.text_files import read_rows, read_texts
+import pytest
+from seeds import numpy_generator
+
+from fastbert.data.sources import load_source
+from fastbert.data.text_files import _raw_lines, read_rows, read_texts
 from fastbert.errors import TextFileError
 
 
@@ -93,6 +98,29 @@ def test_a_line_that_is_too_long_is_left_out_whole(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("a cat\n" + "b" * 35 + "\nthe dog\n")
     left_out = []
     assert list(read_texts(tmp_path / "a.txt", bad=left_out.append)) == GOOD[:2] and len(left_out) == 1
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+@pytest.mark.parametrize("end", ("\r", "\r\n", "\n"), ids=("CR", "CRLF", "LF"))
+def test_ends_of_lines(name, end, tmp_path):
+    """CR alone, too, as for `datasets`, which reads the files of trainings."""
+    path, sign = tmp_path / name, "\t" if name == "a.tsv" else ","
+    lines = {".txt": GOOD, ".jsonl": [json.dumps({"text": text}) for text in GOOD]}.get(path.suffix)
+    lines = [f"text{sign}id", *(f"{text}{sign}1" for text in GOOD)] if lines is None else lines
+    path.write_bytes(end.join([*lines, ""]).encode())
+    assert list(read_texts(path)) == load_source(path)["text"][:] == GOOD
+    path.write_bytes(end.join(lines).encode() + b"\n")  # and of several kinds
+    assert list(read_texts(path)) == load_source(path)["text"][:] == GOOD
+
+
+def test_lines_are_pythons_own(monkeypatch):
+    """With ends of any kind, however they are read; of those that are too long a byte more than may be."""
+    monkeypatch.setattr("fastbert.data.text_files.MAX_LINE_BYTES", 7)
+    draw = numpy_generator(2)
+    for size in range(200):
+        data = b"".join(draw.choice([b"a", b"\r", b"\n", b"bb"], size % 25))
+        lines = [line.encode() for line in io.TextIOWrapper(io.BytesIO(data), newline="")]
+        assert list(_raw_lines(io.BytesIO(data))) == [line[:8] for line in lines], data
 
 
 @pytest.mark.parametrize("data", (b'te"xt,\xff\na,b\n', b'"text" x,id\na,b\n', b'"text,id\na,b\nc,d\n'))

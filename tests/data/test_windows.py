@@ -8,6 +8,7 @@ from time import process_time
 
 import numpy as np
 import pytest
+import tiny
 from seeds import numpy_generator
 from test_tokenized import tokenizer_of_words
 from tiny import WORDS
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from fastbert.data.chunks import CORE, OVERLAP, Cutter, Windows, ranges_of
 from fastbert.data.long_texts import pieces
+from fastbert.data.tokenization import load_tokenizer
 from fastbert.data.tokenized import tokenize
 from fastbert.errors import InputError
 
@@ -124,6 +126,31 @@ def test_spans_end_where_their_white_space_begins():
         wanted = text[begin:end].strip() if begin >= 0 else ""
         left = len(text[begin:end]) - len(text[begin:end].lstrip())
         assert [start, stop] == ([begin + left, begin + left + len(wanted)] if wanted else [-1, -1])
+
+
+MARKS = ("\u0301", "\u0323\u0302", "\ufe0f", "\u200d")  # accents, a variation selector, a joiner
+
+
+@pytest.mark.parametrize("room", (1, 3))
+def test_what_is_taken_off_a_character_is_in_its_span(room, tmp_path):
+    """BERT's normalizer deletes marks. A chunk ends behind them, and takes no blank, nor a mark of no character."""
+    tiny.write_tokenizer(tmp_path)
+    draw = numpy_generator(8)
+    marked = ["".join(char + draw.choice(["", "", *MARKS]) for char in word) for word in draw.choice(WORDS.split(), 40)]
+    text = "\u0301" + "".join(draw.choice([" ", "  ", "\u200f "]) + word for word in marked)
+    made = Cutter(load_tokenizer(tmp_path), room + 2, 0).cut([text])
+    wanted = [match.span() for match in re.finditer(r"[^\s\u200f]+", text[1:])]  # each is a token
+    spans = made.spans[made.spans[:, 0] >= 0] - 1
+    assert spans.tolist() == [list(one) for one in wanted]
+    ends = [wanted[min(i + room, len(wanted)) - 1][1] for i in range(0, len(wanted), room)]
+    assert (made.characters[:, 1] - 1).tolist() == ends
+
+
+def test_a_mark_that_is_a_token_is_that_tokens(tmp_path):
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(letters, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert Cutter(tokenizer, 5, 0).cut(["e\u0301 a"]).spans.tolist() == [[0, 1], [1, 2], [1, 2], [3, 4], [3, 4]]
 
 
 def test_much_white_space_in_one_of_many_tokens_takes_no_time():

@@ -68,6 +68,42 @@ def test_options_of_predict(tmp_path):
     assert reranker.predict([]).shape == (0, 3)
 
 
+class _Nothing(nn.ModuleList):
+    """Without children, so that it is false, too."""
+
+    def forward(self, scores):
+        return scores
+
+
+@pytest.mark.parametrize("fn", (nn.Sequential(), _Nothing()), ids=("Sequential", "ModuleList"))
+def test_an_activation_that_is_false(tmp_path, fn):
+    """Each door takes it, and no sigmoid in its place; CrossEncoder and an accelerated one say what it gives."""
+    assert not fn
+    theirs = cross_encoder(write(tmp_path))
+    ours, with_it = fastbert.Reranker(tmp_path, device="cpu"), fastbert.Reranker(tmp_path, activation_fn=fn)
+    fastbert.accelerate(accelerated := cross_encoder(tmp_path, activation_fn=fn))
+    query, texts = PAIRS[0][0], [text for _, text in PAIRS]
+    assert_as_theirs(with_it, theirs, lambda model: model.predict(PAIRS, activation_fn=nn.Identity()))
+    for scores in (with_it.predict(PAIRS), ours.predict(PAIRS, activation_fn=fn)):
+        assert np.array_equal(scores, ours.predict(PAIRS, activation_fn=nn.Identity()))
+    assert with_it.rank(query, texts) == ours.rank(query, texts, activation_fn=fn)
+    assert ours.rank(query, texts, activation_fn=fn) == ours.rank(query, texts, activation_fn=nn.Identity())
+    assert np.array_equal(accelerated.predict(PAIRS), accelerated.predict(PAIRS, activation_fn=nn.Identity()))
+
+
+def test_the_score_of_one_pair_is_a_number(tmp_path):
+    """As CrossEncoder's: a NumPy scalar, which may be a key of a dict; also where the activation takes the last
+    dimension away.
+    """
+    ours, theirs = fastbert.Reranker(write(tmp_path), device="cpu"), cross_encoder(tmp_path)
+    for fn in (None, lambda scores: scores.squeeze(-1)):
+        one = ours.predict(PAIRS[0], activation_fn=fn)
+        assert type(one) is type(theirs.predict(PAIRS[0], activation_fn=fn)) is np.float32
+        assert {one: "a key"} and one == ours.predict(PAIRS[:1], activation_fn=fn)[0]
+    assert ours.predict(PAIRS[0], convert_to_tensor=True).shape == ()
+    assert isinstance(ours.predict(PAIRS[0], convert_to_numpy=False), torch.Tensor)
+
+
 def test_a_folder_that_cross_encoder_saved(tmp_path):
     """Its activation, its prompts and its length come along, in today's files."""
     write(tmp_path / "plain")

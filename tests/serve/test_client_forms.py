@@ -88,7 +88,7 @@ def test_token_ids_give_the_vectors_of_their_texts(engines):
     for content, said in (
         ({"input": [[5], [5, words]]}, f"input[1][1] is {words}; the ids of this model's own tokenizer are 0 to"),
         ({"input": [-1]}, "input[0][0] is -1"),
-        ({"input": [5, True]}, "input: id 1 is a truth value, not a whole number"),
+        ({"input": [5, True]}, "input: id 1 is a truth value; token ids are whole numbers"),
         ({"input": [[5], "a"]}, "input: entry 1 is a text, and entry 0 is a list of token ids"),
         ({"input": long}, "input[0] has more than 64 tokens, the model's limit"),
     ):
@@ -96,6 +96,34 @@ def test_token_ids_give_the_vectors_of_their_texts(engines):
         assert said in refused and "truncate" not in refused and "windows" not in refused, refused
     both = send(engine, "/embed", {"inputs": [5], "windows": True})
     assert both.status == 422 and "windows: chunks are of texts" in both.json["error"]
+
+
+@pytest.mark.parametrize(
+    "ids,said",
+    (
+        ([1.0, 2.0], "id 0 is 1.0; token ids are whole numbers, without a point or an exponent"),
+        ([1, 2.0], "id 1 is 2.0; token ids are"),
+        ([[1.0]], "entry 0 id 0 is 1.0; token ids are"),
+        ([[5], [5, 1e300]], "entry 1 id 1 is 1e+300; token ids are"),
+        ([[True]], "entry 0 id 0 is a truth value; token ids are"),
+        ([[5, False]], "entry 0 id 1 is a truth value; token ids are"),
+        ([[None]], "entry 0 id 0 is null; token ids are"),
+        ([True], "entry 0 is a truth value, not a text"),
+    ),
+)
+def test_only_whole_numbers_are_token_ids(engines, ids, said):
+    """On each route that takes some."""
+    for kind, path, field in (
+        ("embedding", "/v1/embeddings", "input"),
+        ("embedding", "/embed", "inputs"),
+        ("embedding", "/embed_all", "inputs"),
+        ("embedding", "/decode", "ids"),
+        ("sparse", "/embed_sparse", "inputs"),
+    ):
+        refused = send(engines[kind], path, {field: ids})
+        told = refused.json["error"]
+        assert refused.status == (400 if path.startswith("/v1") else 422), path
+        assert f"{field}: {said}" in (told["message"] if path.startswith("/v1") else told), path
 
 
 def test_openais_route_takes_2048_inputs(engines):

@@ -1,4 +1,6 @@
-"""Labels, texts and words are read as they are written; what may be meant in two ways is asked for."""
+"""Texts and words are read as they are written, and labels without white space around them. What may be meant in two
+ways is asked for.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +31,24 @@ def meaning(folder, path, **options):
 
 SEVERAL, ONE = "multi_label_classification", "single_label_classification"
 NAMES = ("LABEL_0", "LABEL_1", "LABEL_2")
+
+
+@pytest.mark.parametrize(
+    "values,name,problem",
+    (
+        ((" pos", "neg", "pos", "neg\t"), "a.csv", ONE),
+        ((" pos", "neg", "pos", "neg\u00a0"), "a.jsonl", ONE),
+        (([" pos"], ["neg "], ["pos"], ["neg"]), "a.jsonl", SEVERAL),
+    ),
+)
+def test_white_space_around_a_label_is_no_part_of_it(values, name, problem, tmp_path):
+    """Two rows with a blank between comma and label were a class of their own."""
+    found, names, first = meaning(tmp_path, labelled(tmp_path, values, name))
+    assert (found, names) == (problem, ("neg", "pos"))
+    assert first == ([1, 0] if problem == ONE else [[0.0, 1.0], [1.0, 0.0]])
+    held_out = labelled(tmp_path, ("pos ", " neg"), "b.jsonl")
+    task = task_of(base(tmp_path), labelled(tmp_path, values, name), held_out, problem_type=problem)
+    assert task.labels.names == ("neg", "pos")
 
 
 @pytest.mark.parametrize("values", (HOT, ([1, 0, 0], [0, 1, 1])))

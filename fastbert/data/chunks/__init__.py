@@ -95,7 +95,9 @@ class TokenChunks(Tokenized):
 
     spans: int32 (tokens, 2), the characters of the text that each token stands for, without white space at their ends;
     -1 for tokens of none. A blank that is a token by itself, before a word, stands for the word's first character: the
-    tokenizer has made a part of the word of it. parts: uint8 (tokens,), what each token is: OUTSIDE, OVERLAP or CORE.
+    tokenizer has made a part of the word of it. What the tokenizer has taken off a character (an accent, a variation
+    selector: UAX 29's clusters) is in the span of the character's last token. parts: uint8 (tokens,), what each token
+    is: OUTSIDE, OVERLAP or CORE.
     begins: int64 (chunks,), how many tokens of its text stand before a chunk's.
     """
 
@@ -333,6 +335,7 @@ class Cutter:
         ends = np.where(has_chars, np.maximum(preceding[ends - 1] + 1, begins), ends)
         is_of_a_word = np.isin(ids, self._blanks) & (begins == ends) & (begins > 0) & ~is_blank[begins]
         ends = ends + is_of_a_word
+        ends = _with_marks(text, begins, ends, is_blank)
         return np.where(begins < ends, (begins, ends), -1).T
 
     def pieces(self, text: str) -> Iterator[slice]:
@@ -348,6 +351,21 @@ class Cutter:
                 stacklevel=2,
             )
         yield slice(start, len(text))
+
+
+def _with_marks(text: str, begins: np.ndarray, ends: np.ndarray, is_blank: np.ndarray) -> np.ndarray:
+    """The ends of tokens behind what no token stands for and belongs to their last character."""
+    begins_of_words = np.where(begins < ends, begins, len(text))
+    following = np.append(np.minimum.accumulate(begins_of_words[::-1])[::-1][1:], len(text))  # token's first character
+    gaps = np.flatnonzero((begins < ends) & (ends < following) & ~is_blank[ends])
+    if not len(gaps):  # of most texts
+        return ends
+    from unicode_segmentation_rs import graphemes
+
+    ends = ends.copy()
+    for i, last, stop in zip(gaps.tolist(), (ends[gaps] - 1).tolist(), following[gaps].tolist(), strict=True):
+        ends[i] = last + len(graphemes(text[last:stop], True)[0])
+    return ends
 
 
 def _is_blank(text: str) -> np.ndarray:

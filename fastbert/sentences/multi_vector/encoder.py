@@ -252,7 +252,7 @@ class MultiVectorEncoder(TextModel, HasDimensions):
             raise InputError("precision='int8' has a scale for each vector: it goes with output='packed'")
         if output == "packed" and convert_to_numpy:
             raise InputError("convert_to_numpy and output='packed' exclude each other")
-        windows = windows or self.windows
+        windows = self.windows if windows is None else windows
         one, listed = isinstance(inputs, str), check_texts(inputs, pairs=True, windows=windows)
         if windows is not None and task == "query":
             raise InputError("windows are for documents, and task is 'query'")

@@ -64,7 +64,8 @@ class SpanModel(TextModel):
 
     def cutter(self, windows: Windows | None = None) -> Cutter:
         """By these chunks, or else by its own. Raises InputError."""
-        windows = windows or self.windows or Windows()
+        windows = self.windows if windows is None else windows
+        windows = Windows() if windows is None else windows
         if windows.pool not in (None, "first"):
             raise InputError(f"pool of windows is {windows.pool!r}, and spans have only 'first': the begin of a text")
         return cutter_of(self, windows)

@@ -20,7 +20,7 @@ def read_json(scope: MutableMapping[str, Any]) -> dict[str, Any]:
     JSON it may not. Browsers say which page they send for; a client that is none may leave out the content type.
     """
     headers = dict(scope["headers"])  # the last of each name
-    coding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+    coding = headers.get(b"content-encoding", b"identity").decode("latin-1").strip()
     if coding.lower() != "identity":
         raise RequestError("media", f"content-encoding is {coding!r}; a body is taken as it is, not compressed")
     content_type = headers.get(b"content-type", b"").decode("latin-1")

@@ -33,7 +33,8 @@ def label_columns(
     """The texts; `label` and its probability `score`; `labels` and `scores` above the threshold, of several at once; or
     `value`. `every`: the probability of each label, too. Raises ConfigError: an unknown problem_type; InputError.
     """
-    options = InferenceOptions(batch_tokens=batch_tokens, windows=windows or classifier.windows, aggregate=aggregate)
+    windows = classifier.windows if windows is None else windows
+    options = InferenceOptions(batch_tokens=batch_tokens, windows=windows, aggregate=aggregate)
     logits = classifier.rows_of_inputs(inputs_of(list(texts.values())), options).cpu()
     names, problem = classifier.labels, classifier.problem_type
     if problem == "regression":

@@ -144,11 +144,12 @@ def in_order(values: set[Any]) -> list[Any]:
 
 
 def plain(rows: Dataset, column: str) -> list[Any]:
-    """The values of a column; the names of classes where `datasets` knows them. -1 is its "no label": None here."""
+    """The values of a column, texts without white space around them; the names of classes where `datasets` knows them.
+    -1 is its "no label": None here.
+    """
     values, names = rows[column][:], class_names(rows, column)
     if not names:
-        written = all(isinstance(value, str) and is_number(value) for value in values if value is not None)
-        return [value and value.strip() for value in values] if written else values
+        return [_stripped(value) for value in values]
 
     def named(value: Any) -> Any:
         if isinstance(value, list):
@@ -156,6 +157,13 @@ def plain(rows: Dataset, column: str) -> list[Any]:
         return None if value is None or value < 0 else names[value]
 
     return [named(value) for value in values]
+
+
+def _stripped(value: Any) -> Any:
+    """ " pos", as in a .csv with a blank behind its commas, is "pos"."""
+    if isinstance(value, list):
+        return [_stripped(one) for one in value]
+    return value.strip() if isinstance(value, str) else value
 
 
 def class_names(rows: Dataset, column: str) -> tuple[str, ...]:
