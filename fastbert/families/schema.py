@@ -244,9 +244,12 @@ class HfClass(NamedTuple):
     LayerSpec.dropouts it is; None: no forward calls it. embedding_dropout: that of the embeddings; drops_embeddings:
     whether a forward calls it. counts_layers: it runs no more layers than its config counts. caches: a call may ask for
     the keys and values of its tokens, as decoders' do. scaling: the factor of the scores that its attention keeps;
-    None: 1 / sqrt(head_dim). embedding_arguments: those of its embeddings by position; layer_arguments: of its layers,
-    behind the hidden states. layer_returns: what these give where nothing is asked for: a tensor; a tuple of it; a pair
-    of it and None; or of it and of the attention probabilities. encoder_defaults: of its encoder, where they are others than BERT's.
+    None: 1 / sqrt(head_dim).
+
+    How its parts are called: embedding_arguments are those of the embeddings by position, layer_arguments those of a
+    layer behind the hidden states. layer_returns: what a layer gives where nothing is asked for: a tensor; a tuple of
+    it; a pair of it and None; or of it and of the attention probabilities. encoder_defaults: of the encoder's flags,
+    where they are others than BERT's.
     """
 
     folder: str

@@ -267,6 +267,10 @@ def _context_of(
     is_made = given is None and rotary is not None and rotary.table is None
     made = Distances((rotary,) if is_made and rotary else (), has_windows)
     context = make_context(model, made, batch, _turned(batch, named, columns), columns)
+    if given is None and isinstance(attention.relative, Disentangled):
+        raise InputError(
+            "rel_embeddings is missing: the layer projects it. Give the rows of the encoder's table, normed"
+        )
     if given is None and not is_made:
         return replace(spec, attention=replace(attention, position=None)), context
     if given is not None and rotary is not None:
