@@ -59,6 +59,7 @@ class PreTrainedModel(ModelAccess):
                 f"{type(self).__name__} takes model_type {self.family.model_type!r}, not {config.model_type!r}"
             )
         ops.warn_of_missing_kernels()
+        self.set_theirs()
         self.config = config.in_use()
         self.gradient_checkpointing = bool(self.config.extra.get("gradient_checkpointing"))  # as in transformers
 

@@ -57,6 +57,15 @@ class ClassifierModel(HeadModel):
     def label_leaf(self):
         return self.head_spec.out
 
+    @property
+    def num_labels(self) -> int:
+        """The config's; assigned, as in transformers, it is the number that a loss goes by."""
+        return self.config.num_labels
+
+    @num_labels.setter
+    def num_labels(self, value: int) -> None:
+        self.config.num_labels = value
+
     def num_outputs(self, config: EncoderConfig) -> int:
         return config.num_labels
 
