@@ -130,7 +130,9 @@ def test_gradients_of_gradients(model_type, twice):
         compare_with(trio, twice)
     if extension_error() is None:
         for model in two_of_ours(trio):
-            with pytest.raises(BackendError, match=r'(create_graph|vectorize)=True\): compute .*use_backend\("torch"\)'):
+            with pytest.raises(
+                BackendError, match=r'(create_graph|vectorize)=True\): compute .*use_backend\("torch"\)'
+            ):
                 twice(model)
 
 
