@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -159,8 +159,9 @@ def transform_unsupported() -> str | None:
     return _TRANSFORMED
 
 
-def check_differentiated_once() -> None:
-    """Raise BackendError, in the backward of a kernel, where its gradients are to be differentiated or transformed.
+def check_differentiated_once(gradients: Sequence[torch.Tensor | None]) -> None:
+    """Raise BackendError, in the backward of a kernel that gets `gradients`, where its own are to be differentiated or
+    transformed, or are asked for of several at once (is_grads_batched=True, vectorize=True).
 
     PyTorch's own once_differentiable makes constants of them with create_graph=True. A caller that then asks for
     the derivative by certain tensors, as torch.autograd.functional's jvp and hvp do, finds no path and takes it for 0.
@@ -169,6 +170,8 @@ def check_differentiated_once() -> None:
     if torch.compiler.is_compiling():
         return
     reason = "create_graph=True" if torch.is_grad_enabled() else transform_unsupported()
+    if reason is None and any([g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients]):
+        reason = "is_grads_batched=True, or vectorize=True"
     if reason is not None:
         raise BackendError(
             f"the backward of fastbert's kernels cannot be differentiated or transformed ({reason}): compute the"

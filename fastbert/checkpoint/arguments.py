@@ -77,9 +77,10 @@ def left_over(options: dict[str, Any]) -> dict[str, Any]:
 
 def chosen_dtype(dtype: Any, torch_dtype: Any) -> torch.dtype | None:
     """What `dtype` and its old name say; None keeps the checkpoint's own."""
-    if torch_dtype is not None and dtype not in ("auto", torch_dtype):
+    chosen, old = parse_dtype(dtype), parse_dtype(torch_dtype)
+    if None not in (chosen, old) and chosen != old:
         raise ConfigError(f"dtype={dtype!r} and torch_dtype={torch_dtype!r} contradict each other: give dtype")
-    return parse_dtype(dtype if torch_dtype is None else torch_dtype)
+    return old if chosen is None else chosen
 
 
 def chosen_device(device: Any, device_map: Any) -> torch.device | None:

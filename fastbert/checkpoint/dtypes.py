@@ -66,6 +66,15 @@ def common_dtype(
     return common, odd
 
 
+# torch's names, and the short ones.
+NAMES = {
+    **dict.fromkeys(("float32", "float", "fp32"), torch.float32),
+    **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
+    **dict.fromkeys(("float16", "half", "fp16"), torch.float16),
+    **dict.fromkeys(("float64", "double"), torch.float64),
+}
+
+
 def parse_dtype(dtype: torch.dtype | str | None, others: tuple[str, ...] = ()) -> torch.dtype | None:
     """A torch dtype from itself or its name; None and "auto" mean the checkpoint's own. Raises ConfigError.
 
@@ -75,16 +84,7 @@ def parse_dtype(dtype: torch.dtype | str | None, others: tuple[str, ...] = ()) -
         raise ConfigError('a model is loaded in floating point; fastbert.quantize(model, "int8") comes after that')
     if dtype is None or dtype == "auto" or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return None if isinstance(dtype, str) else dtype
-    names = {
-        "float32": torch.float32,
-        "fp32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "bf16": torch.bfloat16,
-        "float16": torch.float16,
-        "fp16": torch.float16,
-        "float64": torch.float64,
-    }
-    if dtype not in names:
+    if dtype not in NAMES:
         more = "".join(f", {name}" for name in others)
-        raise ConfigError(f"unknown dtype {dtype!r}; valid names: auto, {', '.join(names)}{more}")
-    return names[dtype]
+        raise ConfigError(f"unknown dtype {dtype!r}; valid names: auto, {', '.join(NAMES)}{more}")
+    return NAMES[dtype]

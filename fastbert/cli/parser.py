@@ -164,10 +164,18 @@ def _delimiter(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def dtype_name(text: str) -> str:
+    """The long name of a dtype: torch has several (half, float), and others write fp16."""
+    from fastbert.checkpoint.dtypes import NAMES
+
+    return str(NAMES.get(text, text)).removeprefix("torch.")
+
+
 def add_running_options(parser: Parser) -> None:
     parser.add_argument(
         "--dtype",
-        choices=("auto", "float32", "bfloat16", "int8"),
+        type=dtype_name,
+        choices=("auto", "float32", "bfloat16", "float16", "int8"),
         default="auto",
         help="the number format to compute in; auto (the default) is the model's own",
     )

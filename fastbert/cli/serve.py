@@ -8,7 +8,7 @@ import re
 from functools import partial
 from typing import Any
 
-from fastbert.cli.parser import UsageError, add_command, add_model, positive
+from fastbert.cli.parser import UsageError, add_command, add_model, dtype_name, positive
 from fastbert.cli.stopping import raise_if_stopped, say
 from fastbert.messages import install
 
@@ -39,7 +39,8 @@ def add_computing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (default: MODEL)")
     parser.add_argument(
         "--dtype",
-        choices=("auto", "float32", "bfloat16", "int8"),
+        type=dtype_name,
+        choices=("auto", "float32", "bfloat16", "float16", "int8"),
         default="auto",
         help="the number format to compute in; auto (the default) is the model's own",
     )

@@ -60,12 +60,20 @@ class Steps:
         self.context = context
 
     def run(self) -> EncoderOutput:
-        wanted, scopes = self.wanted, self.scopes
+        scopes = self.scopes
         x = within(self.root, scopes.embeddings, self._embeddings, *self.inputs.ids)
         x = x if scopes.projects else self._projected(x)
         scope = scopes.encoder if scopes.encoder in self.root._modules else None  # a model made without layers has none
         x = within(self.root, scope, self._encoder, x)
-        x = _as_autocast_has_it(x if scopes.ends else self._normed(x))
+        return self._output(x if scopes.ends else self._normed(x))
+
+    def run_encoder(self, x: torch.Tensor) -> EncoderOutput:
+        """What the encoder's container alone stands for, of x (total_tokens, its width)."""
+        return self._output(self._encoder(x))
+
+    def _output(self, x: torch.Tensor) -> EncoderOutput:
+        """x, behind the last layer, and what was noted on the way."""
+        wanted, x = self.wanted, _as_autocast_has_it(x)
         if self.count in wanted.hidden_states:
             x = self._keep(x)
         states: tuple[torch.Tensor | None, ...] = tuple(self.hidden_states)

@@ -33,6 +33,7 @@ FAMILY = Family(
             "attention.output_dropout": "attention_output",
             "dropout": None,
         },
+        layer_arguments=("attention_mask",),
     ),
     heads=heads(
         _MASKED_LM,

@@ -3,6 +3,7 @@
 from typing import Any
 
 from fastbert.families.disentangled import (
+    CALLS,
     DROPOUTS,
     FIELDS,
     POOLED,
@@ -61,7 +62,7 @@ FAMILY = Family(
     model_type="deberta",
     classes="Deberta",
     prefix="deberta",
-    hf_class=HfClass("deberta", "BaseModelOutput", dropouts=DROPOUTS),
+    hf_class=HfClass("deberta", "BaseModelOutput", dropouts=DROPOUTS, **CALLS),
     heads=heads(masked_lm(), sequence=POOLED, tokens=TOKENS, choice=None),
     masked_tokens_attend=False,  # its mask is of queries, too
     defaults={"vocab_size": 50265, "type_vocab_size": 0, "layer_norm_eps": 1e-7},

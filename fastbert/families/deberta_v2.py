@@ -3,6 +3,7 @@
 from typing import Any
 
 from fastbert.families.disentangled import (
+    CALLS,
     DROPOUTS,
     FIELDS,
     POOLED,
@@ -96,7 +97,7 @@ def _spec(config: Any, depth: int) -> LayerSpec:
 
 FAMILY = Family(
     model_type="deberta-v2", classes="DebertaV2", prefix="deberta",
-    hf_class=HfClass("deberta_v2", "BaseModelOutput", dropouts=DROPOUTS),
+    hf_class=HfClass("deberta_v2", "BaseModelOutput", dropouts=DROPOUTS, **CALLS),
     heads=heads(masked_lm(), sequence=POOLED, tokens=TOKENS, choice=POOLED),
     masked_tokens_attend=False,  # its mask is of queries, too
     defaults={

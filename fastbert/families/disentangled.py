@@ -87,6 +87,12 @@ DROPOUTS = {
     "attention.output.dropout": "attention_output",
     "output.dropout": "feed_forward",
 }
+CALLS: dict[str, Any] = {
+    "embedding_arguments": ("input_ids", "token_type_ids", "position_ids", "mask", "inputs_embeds"),
+    "layer_arguments": ("attention_mask", "query_states", "relative_pos", "rel_embeddings", "output_attentions"),
+    "layer_returns": "pair",
+    "encoder_defaults": {"output_hidden_states": True},
+}
 FIELDS: dict[str, Field] = {
     "relative_attention": Flag(False),
     "max_relative_positions": Count(-1, -1),

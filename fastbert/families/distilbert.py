@@ -18,7 +18,11 @@ FAMILY = Family(
     classes="DistilBert",
     prefix="distilbert",
     hf_class=HfClass(
-        "distilbert", "BaseModelOutput", dropouts={"attention.dropout": "attention", "ffn.dropout": "feed_forward"}
+        "distilbert",
+        "BaseModelOutput",
+        dropouts={"attention.dropout": "attention", "ffn.dropout": "feed_forward"},
+        embedding_arguments=("input_ids", "inputs_embeds", "position_ids"),
+        layer_arguments=("attention_mask",),
     ),
     heads=heads(
         MaskedLM("vocab_transform", "vocab_layer_norm", "vocab_projector", None),

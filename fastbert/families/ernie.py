@@ -28,7 +28,10 @@ FAMILY = Family(
     model_type="ernie",
     classes="Ernie",
     prefix="ernie",
-    hf_class=HfClass("ernie"),
+    hf_class=HfClass(
+        "ernie",
+        embedding_arguments=("input_ids", "token_type_ids", "task_type_ids", "position_ids", "inputs_embeds"),
+    ),
     heads=heads(MaskedLM(), PreTraining=PreTraining(MaskedLM()), NextSentencePrediction=SentencePair()),
     fields={"task_type_vocab_size": Count(3), "use_task_id": Flag(False)},
     embeddings=_embeddings,

@@ -68,7 +68,13 @@ FAMILY = Family(
     model_type="esm",
     classes="Esm",
     prefix="esm",
-    hf_class=HfClass("esm", drops_embeddings=False, scaling=1.0),  # queries are scaled before
+    hf_class=HfClass(
+        "esm",
+        drops_embeddings=False,
+        scaling=1.0,  # queries are scaled before
+        embedding_arguments=("input_ids", "attention_mask", "position_ids", "inputs_embeds"),
+        layer_arguments=("attention_mask", "encoder_hidden_states", "encoder_attention_mask", "position_embeddings"),
+    ),
     masked_tokens_attend=False,  # their embeddings are zeros
     heads=heads(
         MaskedLM(

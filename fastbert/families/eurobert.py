@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fastbert.families.llama import LAYER, llama_spec, rms_norm
+from fastbert.families.llama import LAYER, LAYER_ARGUMENTS, llama_spec, rms_norm
 from fastbert.families.rope import rotary, upgrade_rope
 from fastbert.families.schema import (
     Choice,
@@ -31,7 +31,12 @@ FAMILY = Family(
     classes="EuroBert",
     prefix="model",
     hf_class=HfClass(
-        "eurobert", "BaseModelOutput", {"self_attn.attention_dropout": "attention"}, None, counts_layers=True
+        "eurobert",
+        "BaseModelOutput",
+        {"self_attn.attention_dropout": "attention"},
+        None,
+        counts_layers=True,
+        layer_arguments=LAYER_ARGUMENTS,
     ),
     heads=heads(
         MaskedLM(None, None, "lm_head", None, decoder_bias=FromConfig("mlp_bias"), order=("decoder",)),

@@ -92,7 +92,7 @@ FAMILY = Family(
     model_type="gemma3_text", classes="Gemma3Text", prefix="model",
     hf_class=HfClass(
         "gemma3", "BaseModelOutputWithPast", {"self_attn.attention_dropout": "attention"}, None, counts_layers=True,
-        caches=True,
+        caches=True, layer_arguments=("position_embeddings", "attention_mask", "position_ids", "cache"),
     ),
     heads={"SequenceClassification": LAST_TOKEN},
     defaults={

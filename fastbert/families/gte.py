@@ -68,6 +68,7 @@ FAMILY = Family(
             "post_mlp_dropout": "feed_forward",
         },
         counts_layers=True,
+        layer_arguments=("attention_mask", "position_embeddings"),
     ),
     heads=heads(
         MaskedLM("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", None, activation="gelu"),

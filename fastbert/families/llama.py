@@ -23,6 +23,7 @@ LAYER = LayerNames(
 )
 
 # A decoder's head over a sequence: a Linear over its last token.
+LAYER_ARGUMENTS = ("attention_mask", "position_ids", "cache", "use_cache", "position_embeddings")
 LAST_TOKEN = ClassifierHead(out="score", pooling="last", last_by_id=True, out_bias=False, dropout=0.0)
 
 

@@ -4,14 +4,23 @@ Pre-norm (Xiong et al. 2020) normalises before each sublayer and once at the end
 without warm-up: fastbert.baby_config is one.
 """
 
-from fastbert.families.schema import Embeddings, Family, HfClass, MaskedLM, PreTraining, SentencePair, heads
+from fastbert.families.schema import (
+    BERT_ARGUMENTS,
+    Embeddings,
+    Family,
+    HfClass,
+    MaskedLM,
+    PreTraining,
+    SentencePair,
+    heads,
+)
 from fastbert.layer_spec import LayerNames
 
 FAMILY = Family(
     model_type="megatron-bert",
     classes="MegatronBert",
     prefix="bert",
-    hf_class=HfClass("megatron_bert"),
+    hf_class=HfClass("megatron_bert", layer_arguments=(*BERT_ARGUMENTS, "output_attentions"), layer_returns="both"),
     heads=heads(MaskedLM(), PreTraining=PreTraining(MaskedLM()), NextSentencePrediction=SentencePair()),
     defaults={
         "vocab_size": 29056,

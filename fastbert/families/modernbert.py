@@ -81,6 +81,7 @@ def _upgrade_config(entries: dict[str, Any]) -> dict[str, Any]:
 
 
 _HEAD: dict[str, Any] = {"dense": "head.dense", "dense_bias": FromConfig("classifier_bias"), "norm": "head.norm"}
+_HEAD["container_pools"] = False
 _HEAD |= {"activation": FromConfig("classifier_activation"), "dropout": FromConfig("classifier_dropout")}
 _POOLED = ClassifierHead(pooling=FromConfig("classifier_pooling"), poolings={"cls": "first"}, **_HEAD)
 _TOKENS = ClassifierHead(pooling="tokens", **_HEAD)
@@ -90,6 +91,8 @@ FAMILY = Family(
     hf_class=HfClass(
         "modernbert", "BaseModelOutput", embedding_dropout="embeddings.drop",
         dropouts={"attn.attention_dropout": "attention", "attn.out_drop": "attention_output", "mlp.drop": "inner"},
+        embedding_arguments=("input_ids", "inputs_embeds"),
+        layer_arguments=("attention_mask", "position_embeddings"),
     ),
     heads=heads(
         MaskedLM(

@@ -53,6 +53,10 @@ FAMILY = Family(
             "attention.dropout": "attention_output",
             "output.dropout": "feed_forward",
         },
+        embedding_arguments=("input_ids", "position_ids", "inputs_embeds"),
+        layer_arguments=("attention_mask", "position_bias", "output_attentions"),
+        layer_returns="tuple",
+        encoder_defaults={"return_dict": False},
     ),
     heads=heads(
         MaskedLM("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias", activation="gelu"),

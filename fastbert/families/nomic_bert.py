@@ -60,6 +60,7 @@ FAMILY = Family(
             "post_mlp_dropout": "feed_forward",
         },
         counts_layers=True,
+        layer_arguments=("attention_mask", "position_embeddings"),
     ),
     heads=heads(MaskedLM(norm="cls.predictions.transform.layer_norm"), answers=None, choice=None),
     defaults={

@@ -5,7 +5,7 @@ a token sees those before it, unless a config says otherwise.
 from dataclasses import replace
 from typing import Any
 
-from fastbert.families.llama import LAST_TOKEN, LAYER, layer_types, llama_spec, rms_norm
+from fastbert.families.llama import LAST_TOKEN, LAYER, LAYER_ARGUMENTS, layer_types, llama_spec, rms_norm
 from fastbert.families.rope import rotary, upgrade_rope
 from fastbert.families.schema import (
     ONLY_VALUES,
@@ -60,7 +60,7 @@ FAMILY = Family(
     model_type="qwen3", classes="Qwen3", prefix="model",
     hf_class=HfClass(
         "qwen3", "BaseModelOutputWithPast", {"self_attn.attention_dropout": "attention"}, None, counts_layers=True,
-        caches=True,
+        caches=True, layer_arguments=LAYER_ARGUMENTS,
     ),
     heads={
         "SequenceClassification": LAST_TOKEN,

@@ -2,6 +2,7 @@
 
 from fastbert.families.schema import (
     ALBERT_TOKENS,
+    BERT_ARGUMENTS,
     Count,
     Embeddings,
     Family,
@@ -16,7 +17,7 @@ FAMILY = Family(
     model_type="rembert",
     classes="RemBert",
     prefix="rembert",
-    hf_class=HfClass("rembert"),
+    hf_class=HfClass("rembert", layer_arguments=(*BERT_ARGUMENTS, "output_attentions"), layer_returns="both"),
     heads=heads(
         MaskedLM(
             "cls.predictions.dense",

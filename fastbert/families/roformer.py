@@ -3,6 +3,7 @@
 from typing import Any
 
 from fastbert.families.schema import (
+    BERT_ARGUMENTS,
     ONLY_VALUES,
     ClassifierHead,
     Embeddings,
@@ -39,7 +40,13 @@ FAMILY = Family(
     model_type="roformer",
     classes="RoFormer",
     prefix="roformer",
-    hf_class=HfClass("roformer", "BaseModelOutputWithPastAndCrossAttentions"),
+    hf_class=HfClass(
+        "roformer",
+        "BaseModelOutputWithPastAndCrossAttentions",
+        embedding_arguments=("input_ids", "token_type_ids", "inputs_embeds"),
+        layer_arguments=("attention_mask", "sinusoidal_pos", *BERT_ARGUMENTS[1:], "output_attentions"),
+        layer_returns="both",
+    ),
     heads=heads(
         MaskedLM(),
         sequence=ClassifierHead(

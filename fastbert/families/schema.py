@@ -121,7 +121,8 @@ class ClassifierHead:
     reads the last column, padding or not; or, `last_by_id`, the last token whose id is not padding's. poolings: other
     names that a config has for these. drops_first: there is a dropout before `dense`, too, of `first_dropout`; None: of
     the same. soft_labels: where the config has no problem_type, labels (batch, num_labels) are shares of classes, and
-    classes below 0 are left out.
+    classes below 0 are left out. container_pools: whether transformers' module around `dense` takes the first column
+    itself, where the head runs over that.
     """
 
     out: str = "classifier"
@@ -137,6 +138,7 @@ class ClassifierHead:
     drops_first: bool = False
     first_dropout: float | FromConfig | None = None
     soft_labels: bool = False
+    container_pools: bool = True
 
     def pooling_of(self, config: Any) -> str:
         name = value_of(self.pooling, config)
@@ -232,6 +234,9 @@ _DROPOUTS: Mapping[str, str | None] = {
 }
 
 
+BERT_ARGUMENTS = ("attention_mask", "encoder_hidden_states", "encoder_attention_mask", "cache")  # of its layers
+
+
 class HfClass(NamedTuple):
     """Where transformers has the base model: transformers.models.{folder}.modeling_{folder}, and what it returns.
 
@@ -240,6 +245,11 @@ class HfClass(NamedTuple):
     whether a forward calls it. counts_layers: it runs no more layers than its config counts. caches: a call may ask for
     the keys and values of its tokens, as decoders' do. scaling: the factor of the scores that its attention keeps;
     None: 1 / sqrt(head_dim).
+
+    How its parts are called: embedding_arguments are those of the embeddings by position, layer_arguments those of a
+    layer behind the hidden states. layer_returns: what a layer gives where nothing is asked for: a tensor; a tuple of
+    it; a pair of it and None; or of it and of the attention probabilities. encoder_defaults: of the encoder's flags,
+    where they are others than BERT's.
     """
 
     folder: str
@@ -250,6 +260,10 @@ class HfClass(NamedTuple):
     counts_layers: bool = False
     caches: bool = False
     scaling: float | None = None
+    embedding_arguments: tuple[str, ...] = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds")
+    layer_arguments: tuple[str, ...] = BERT_ARGUMENTS
+    layer_returns: Literal["tensor", "tuple", "pair", "both"] = "tensor"
+    encoder_defaults: Mapping[str, bool] = {}
 
 
 # Fields of which only the values given here are implemented; a config.json may ask for these.

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fastbert.families.llama import LAYER, layer_types, llama_spec, rms_norm
+from fastbert.families.llama import LAYER, LAYER_ARGUMENTS, layer_types, llama_spec, rms_norm
 from fastbert.families.rope import rotary
 from fastbert.families.schema import (
     ONLY_VALUES,
@@ -55,7 +55,10 @@ def _upgrade_config(entries: dict[str, Any]) -> dict[str, Any]:
 
 FAMILY = Family(
     model_type="ultrabert", classes="Ultrabert", prefix="model",
-    hf_class=HfClass("ultrabert", "BaseModelOutput", {"self_attn.attention_dropout": "attention"}, None),
+    hf_class=HfClass(
+        "ultrabert", "BaseModelOutput", {"self_attn.attention_dropout": "attention"}, None,
+        layer_arguments=LAYER_ARGUMENTS,
+    ),
     heads=heads(
         MaskedLM(
             "head.linear1", None, "head.decoder", None, second="head.linear2", activation="gelu_pytorch_tanh",

@@ -14,6 +14,7 @@ from fastbert import ops
 from fastbert.layer_spec import NORMS, RELATIVES, LayerSpec
 from fastbert.layers.context import LayerContext
 from fastbert.layers.leaves import (
+    called_alone,
     get_leaf,
     in_use,
     is_called,
@@ -387,18 +388,24 @@ class EncoderLayer(nn.Module):
                 parent, _, name = path.rpartition(".")
                 get_leaf(self, parent).register_parameter(name, nn.Parameter(torch.zeros(width)))
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        context: LayerContext,
-        wants_probs: bool = False,
-        spec: LayerSpec | None = None,
-    ):
-        """The layer's result; where they are wanted, (result, attention probabilities). spec: instead of its own."""
+    part: Callable[..., Any] | None = None  # as Container.part
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
+        """What `run` gives, of a model's own call, which brings a LayerContext; else as transformers' layer."""
+        if args and type(args[0]) is LayerContext:
+            return self.run(hidden_states, *args)
+        return called_alone(self, hidden_states, *args, **options)
+
+    def run(
+        self, x: torch.Tensor, context: LayerContext, wants_probs: bool = False, spec: LayerSpec | None = None
+    ) -> Any:
+        """x (total_tokens, hidden_size) -> the layer's result; where they are wanted, (result, attention
+        probabilities). spec: instead of its own.
+        """
         # A list, not any(...): each of them must be asked whether it is still a container.
         has_hooks = any([is_called(self, path) for path in self.spec.names.containers])
         spec = self.spec if spec is None else spec
-        out, probs = run_layer(self, spec, hidden_states, context, wants_probs, has_hooks)
+        out, probs = run_layer(self, spec, x, context, wants_probs, has_hooks)
         return (out, probs) if wants_probs else out
 
 

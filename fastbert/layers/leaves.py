@@ -28,10 +28,23 @@ class Container(nn.Module):
 
     Layers look leaves up and pass their containers by. Only where a container has hooks, it is called, with packed
     tensors as arguments and what it stands for as `run`: the hooks see, and may change, what goes in and comes out.
+    A user may call those that are a `part`, as transformers' modules are called.
     """
 
-    def forward(self, *args: torch.Tensor | None, run: Callable[..., Any]) -> Any:
-        return run(*args)
+    part: Callable[..., Any] | None = None  # part(module, *args): what a user's call computes
+
+    def forward(self, *args: Any, run: Callable[..., Any] | None = None, **options: Any) -> Any:
+        return called_alone(self, *args, **options) if run is None else run(*args)
+
+
+def called_alone(module: nn.Module, *args: Any, **options: Any) -> Any:
+    """A user's call of a part of a model. Raises TypeError where the module is none."""
+    if module.part is None:
+        raise TypeError(
+            f"this {type(module).__name__} holds leaves and cannot be called by itself. Call the embeddings, the"
+            " encoder, one of its layers, the pooler or the head instead; or a leaf (Linear, LayerNorm, Embedding)"
+        )
+    return module.part(module, *args, **options)
 
 
 def is_called(root: nn.Module, path: str) -> bool:

@@ -89,8 +89,8 @@ _row_cache: dict[tuple[RelativeBias | Disentangled, torch.device], torch.Tensor]
 _MOST_KINDS = 64
 
 
-def _rows(spec: RelativeBias | Disentangled, longest: int, device: torch.device) -> torch.Tensor:
-    """int32 (2 * longest - 1,), on `device`."""
+def rows_by_distance(spec: RelativeBias | Disentangled, longest: int, device: torch.device) -> torch.Tensor:
+    """int32 (2 * longest - 1,), on `device`: `RelativeTable.rows`, counted from the first row of all."""
     if torch.compiler.is_compiling():
         return _rows_of(spec, longest).to(device)
     rows = _row_cache.get((spec, device))
@@ -127,7 +127,7 @@ def relative_table(
     """That of a forward pass over the leaves of `root`. positions: int32 (total_tokens,), columns; `longest`: no two
     places of a sequence are further apart.
     """
-    rows = _rows(spec, longest, device)
+    rows = rows_by_distance(spec, longest, device)
     table = _read_table(root, spec.table)
     if isinstance(spec, RelativeBias):
         return RelativeTable(rows, positions, table)

@@ -38,6 +38,7 @@ from fastbert.models.hf.access import ModelAccess
 from fastbert.models.hf.recording import record, records_hf
 from fastbert.models.inputs import TableSizes, prepare_inputs, refuse_others, table_sizes, taken
 from fastbert.models.outputs import ModelOutput
+from fastbert.models.parts import encoder_parts, place_parts
 from fastbert.models.quantized import entry_of, place_int8
 from fastbert.models.tree import RunsBaseModel, first_parameter, groups_unsupported, layers_of
 from fastbert.packed_inputs import ModelInputs, PackedInputs
@@ -58,6 +59,7 @@ class PreTrainedModel(ModelAccess):
                 f"{type(self).__name__} takes model_type {self.family.model_type!r}, not {config.model_type!r}"
             )
         ops.warn_of_missing_kernels()
+        self.set_theirs()
         self.config = config.in_use()
         self.gradient_checkpointing = bool(self.config.extra.get("gradient_checkpointing"))  # as in transformers
 
@@ -197,6 +199,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             self._place_pooler()
         for path, (columns, rows) in family.unused_linears(config).items():
             set_module(self, path, nn.Linear(columns, rows))
+        place_parts(self, encoder_parts(config, self.has_pooler))
         self.draw_weights()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

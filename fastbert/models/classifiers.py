@@ -19,6 +19,7 @@ from fastbert.layers.leaves import get_leaf, linear, parent_of, set_module, with
 from fastbert.layers.norms import make_norm
 from fastbert.models.heads import Encoded, HeadModel, class_labels, mean_loss, token_labels, whole_labels
 from fastbert.models.inputs import check_tensors
+from fastbert.models.parts import head_parts
 from fastbert.packed_inputs import ModelInputs, PackedInputs
 from fastbert.packing import PackedBatch
 
@@ -55,6 +56,15 @@ class ClassifierModel(HeadModel):
     @property
     def label_leaf(self):
         return self.head_spec.out
+
+    @property
+    def num_labels(self) -> int:
+        """The config's; assigned, as in transformers, it is the number that a loss goes by."""
+        return self.config.num_labels
+
+    @num_labels.setter
+    def num_labels(self, value: int) -> None:
+        self.config.num_labels = value
 
     def num_outputs(self, config: EncoderConfig) -> int:
         return config.num_labels
@@ -94,26 +104,37 @@ class ClassifierModel(HeadModel):
 
     def classified(self, x: torch.Tensor) -> torch.Tensor:
         """(n, hidden_size) -> (n, num_outputs), containers with hooks included."""
+        return within(self, parent_of(self.head_spec.out), self.classified_inside, x)
+
+    def classified_inside(self, x: torch.Tensor) -> torch.Tensor:
+        """The same, inside of the container that holds `out`."""
+        x = within(self, self.dense_container, self.before_out, x)
+        return linear(get_leaf(self, self.head_spec.out), x)
+
+    @property
+    def dense_container(self) -> str | None:
+        """What holds `dense` alone; None where there is none, or the container of `out` holds it, too."""
+        head = self.head_spec
+        return parent_of(head.dense) if head.dense is not None and parent_of(head.out) is None else None
+
+    def before_out(self, x: torch.Tensor) -> torch.Tensor:
+        """What `out` runs over: (n, hidden_size) -> (n, hidden_size)."""
         head, p = self.head_spec, value_of(self.head_spec.dropout, self.config)
-        first_p = p if head.first_dropout is None else value_of(head.first_dropout, self.config)
-        around = parent_of(head.out)  # holds dense, too, where there is one
+        if head.drops_first:
+            x = self.drop(x, p if head.first_dropout is None else value_of(head.first_dropout, self.config))
+        if head.dense is not None:
+            x = linear(get_leaf(self, head.dense), x)
+            name = value_of(head.activation, self.config)
+            x = ops.activation(x, ACTIVATIONS[name]) if name else x
+        if head.norm is not None:
+            x = add_norm(get_leaf(self, head.norm), x, None, None, 0.0)
+        return self.drop(x, p)
 
-        def dense(x):
-            if head.drops_first:
-                x = self.drop(x, first_p)
-            if head.dense is not None:
-                x = linear(get_leaf(self, head.dense), x)
-                name = value_of(head.activation, self.config)
-                x = ops.activation(x, ACTIVATIONS[name]) if name else x
-            if head.norm is not None:
-                x = add_norm(get_leaf(self, head.norm), x, None, None, 0.0)
-            return self.drop(x, p)
-
-        def out(x):
-            x = within(self, parent_of(head.dense), dense, x) if around is None and head.dense else dense(x)
-            return linear(get_leaf(self, head.out), x)
-
-        return within(self, around, out, x)
+    def parts(self):
+        head = self.head_spec
+        pools = head.container_pools and self.pooling == "first"
+        runs = {parent_of(head.out): self.classified_inside, self.dense_container: self.before_out}
+        return head_parts(self, runs, pools)
 
 
 PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
@@ -312,17 +333,20 @@ class ForReplacedTokens(HeadModel):
         set_module(self, self.head_spec.dense, nn.Linear(config.hidden_size, config.hidden_size))
         set_module(self, self.head_spec.out, nn.Linear(config.hidden_size, 1))
 
+    def scored(self, x: torch.Tensor) -> torch.Tensor:
+        """(total_tokens, hidden_size) -> (total_tokens,), inside of the head's container."""
+        x = linear(get_leaf(self, self.head_spec.dense), x, self.config.activation)
+        return linear(get_leaf(self, self.head_spec.out), x).squeeze(-1)
+
+    def parts(self):
+        return head_parts(self, {parent_of(self.head_spec.out): self.scored})
+
     def check_options(self, options, batch):
         return {name: token_labels(labels, batch, 2, counts_padding=False) for name, labels in options.items()}
 
     def compute(self, encoded, options):
-        batch, head = encoded.batch, self.head_spec
-
-        def run(x):
-            x = linear(get_leaf(self, head.dense), x, self.config.activation)
-            return linear(get_leaf(self, head.out), x).squeeze(-1)
-
-        logits, loss = within(self, parent_of(head.out), run, encoded.packed), None
+        batch, loss = encoded.batch, None
+        logits = within(self, parent_of(self.head_spec.out), self.scored, encoded.packed)
         if options:
             labels = options["labels"]
             scores = ops.at_least_fp32(logits)

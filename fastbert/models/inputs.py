@@ -93,6 +93,16 @@ def table_sizes(root: nn.Module, running: EncoderConfig, config: Any) -> TableSi
     has no table to look at: one that is not nn.Embedding (LoRA's, a user's own), or that computes its weight. Such a
     leaf is called, and what it cannot look up it refuses by itself.
     """
+    rotary_positions = None
+    for rotary in running.rotaries:
+        if rotary.table is not None:
+            table = _shape_of(root, rotary.table)
+            rotary_positions = config.max_position_embeddings if table is None else table[0]
+    return embedding_sizes(root, running, config)._replace(rotary_positions=rotary_positions)
+
+
+def embedding_sizes(root: nn.Module, running: EncoderConfig, config: Any) -> TableSizes:
+    """`table_sizes` of the embeddings alone."""
     names, width = running.embeddings, running.embedding_width
     words, num_positions, token_types = _shape_of(root, names.word), None, 0
     columns = words
@@ -102,21 +112,16 @@ def table_sizes(root: nn.Module, running: EncoderConfig, config: Any) -> TableSi
     if names.token_type is not None:
         types = _shape_of(root, names.token_type)
         token_types = config.type_vocab_size if types is None else types[0]
-    task_types = rotary_positions = None
+    task_types = None
     if names.task_type is not None:
         tasks = _shape_of(root, names.task_type)
         task_types = config.task_type_vocab_size if tasks is None else tasks[0]
-    for rotary in running.rotaries:
-        if rotary.table is not None:
-            table = _shape_of(root, rotary.table)
-            rotary_positions = config.max_position_embeddings if table is None else table[0]
     return TableSizes(
         config.vocab_size if words is None else words[0],
         num_positions,
         token_types,
         width if columns is None else columns[1],
         task_types or 0,
-        rotary_positions,
     )
 
 

@@ -27,6 +27,7 @@ from fastbert.layers.norms import make_norm, norm_type_of, norm_weights
 from fastbert.layers.resizing import resize_rows
 from fastbert.models.heads import HeadModel, class_labels, token_labels
 from fastbert.models.outputs import Deferred
+from fastbert.models.parts import head_parts
 from fastbert.packing import PackedBatch
 
 
@@ -168,31 +169,42 @@ class MaskedLMHeadModel(HeadModel):
 
     def masked_lm_hidden(self, packed: torch.Tensor) -> torch.Tensor:
         """The head before its decoder: (tokens, hidden_size) -> (tokens, embedding_size)."""
+        return packed if self.masked_lm.dense is None else within(self, self.dense_container, self.transformed, packed)
+
+    def transformed(self, x: torch.Tensor) -> torch.Tensor:
+        """The same, inside of the container of its leaves."""
         names = self.masked_lm
-        if names.dense is None:
-            return packed
         activation = ACTIVATIONS[value_of(names.activation, self.config)]
-
-        def run(x):
-            assert names.dense is not None
-            x = linear(get_leaf(self, names.dense), x, activation)
-            x = x if names.second is None else linear(get_leaf(self, names.second), x, activation)
-            return x if names.norm is None else add_norm(get_leaf(self, names.norm), x, None, None, 0.0)
-
-        scope = parent_of(names.dense)
-        return within(self, None if scope == self.inner_container else scope, run, packed)
+        assert names.dense is not None
+        x = linear(get_leaf(self, names.dense), x, activation)
+        x = x if names.second is None else linear(get_leaf(self, names.second), x, activation)
+        return x if names.norm is None else add_norm(get_leaf(self, names.norm), x, None, None, 0.0)
 
     def token_scores(self, packed: torch.Tensor) -> torch.Tensor:
         """Scores of the vocabulary: (tokens, hidden_size) -> (tokens, vocab_size)."""
+        return within(self, self.inner_container, self.scored, packed)
 
-        def run(x):
-            return self.decoded(self.masked_lm_hidden(x))
-
-        return within(self, self.inner_container, run, packed)
+    def scored(self, packed: torch.Tensor) -> torch.Tensor:
+        """The same, inside of the container of the decoder."""
+        return self.decoded(self.masked_lm_hidden(packed))
 
     def masked_lm_scores(self, packed: torch.Tensor) -> torch.Tensor:
         """`token_scores`, by way of all containers of the head that have hooks."""
         return within(self, self.outer_container, self.token_scores, packed)
+
+    def parts(self):
+        runs = {
+            self.dense_container: self.transformed,
+            self.inner_container: self.scored,
+            self.outer_container: self.token_scores,
+        }
+        return head_parts(self, runs)
+
+    @property
+    def dense_container(self) -> str | None:
+        """What holds the dense and the norm alone."""
+        scope = parent_of(self.masked_lm.dense or "")
+        return None if scope == self.inner_container else scope
 
     @property
     def inner_container(self) -> str | None:
@@ -276,13 +288,20 @@ class ForNextSentencePrediction(HeadModel):
     def build_head(self, config):
         set_module(self, self.head_spec.out, nn.Linear(config.hidden_size, 2))
 
+    def scored(self, pooled: torch.Tensor) -> torch.Tensor:
+        """(batch, hidden_size) -> (batch, 2), inside of the head's container."""
+        return linear(get_leaf(self, self.head_spec.out), pooled)
+
+    def parts(self):
+        return head_parts(self, {parent_of(self.head_spec.out): self.scored})
+
     def check_options(self, options, batch):
         classes = self.classes_at(self.head_spec.out)
         return {name: class_labels(labels, batch, classes) for name, labels in options.items()}
 
     def compute(self, encoded, options):
         path = self.head_spec.out
-        logits = within(self, parent_of(path), lambda x: linear(get_leaf(self, path), x), encoded.pooled())
+        logits = within(self, parent_of(path), self.scored, encoded.pooled())
         loss = self.class_loss(path, logits, options["labels"], encoded.batch) if options else None
         return {"loss": loss, "logits": logits}
 
@@ -341,9 +360,7 @@ class ForPreTraining(MaskedLMHeadModel):
         packed, batch, pooled = encoded.packed, encoded.batch, encoded.pooled()
         outer, has_loss = self.outer_container, bool(options)
         if outer is not None and is_called(self, outer):
-            scores, pair = within(
-                self, outer, lambda *both: (self.token_scores(both[0]), self.pair(both[1])), packed, pooled
-            )
+            scores, pair = within(self, outer, self.both_scored, packed, pooled)
             logits = batch.unpack(scores)
             if has_loss:
                 loss = ops.logits_cross_entropy(scores, options["labels"])
@@ -361,10 +378,25 @@ class ForPreTraining(MaskedLMHeadModel):
 
     def pair(self, pooled: torch.Tensor) -> torch.Tensor:
         """Scores of a pair of sentences: (batch, hidden_size) -> (batch, 2)."""
+        return within(self, self.pair_container, self.pair_scored, pooled)
+
+    def pair_scored(self, pooled: torch.Tensor) -> torch.Tensor:
+        """The same, inside of the container of the pair's head."""
         head = self.head_spec
-        scope = parent_of(head.pair)
+        return linear(get_leaf(self, head.pair), self.drop(pooled, value_of(head.pair_dropout, self.config)))
 
-        def run(x):
-            return linear(get_leaf(self, head.pair), self.drop(x, value_of(head.pair_dropout, self.config)))
+    def both_scored(self, packed: torch.Tensor, pooled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores of words and of pairs, inside of the container that holds both heads."""
+        return self.token_scores(packed), self.pair(pooled)
 
-        return within(self, None if scope == self.outer_container else scope, run, pooled)
+    @property
+    def pair_container(self) -> str | None:
+        """What holds the pair's head alone."""
+        scope = parent_of(self.head_spec.pair)
+        return None if scope == self.outer_container else scope
+
+    def parts(self):
+        runs = {self.pair_container: self.pair_scored}
+        if self.pair_container is None:
+            runs[self.outer_container] = self.both_scored
+        return super().parts() | head_parts(self, runs)

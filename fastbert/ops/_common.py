@@ -153,7 +153,7 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def checked(ctx, *douts):
-        check_differentiated_once()
+        check_differentiated_once(douts)
         return backward(ctx, *douts)
 
     return checked

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 from fastbert.checkpoint.arguments import check_format, chosen_device, left_over
-from fastbert.checkpoint.dtypes import parse_dtype
+from fastbert.checkpoint.dtypes import NAMES, parse_dtype
 from fastbert.checkpoint.tokenizer_files import SETTINGS
 from fastbert.checkpoint.weight_files import some
 from fastbert.data.sentence_folder import (
@@ -203,7 +203,8 @@ def _dtype(dtype: Any, model_kwargs: Mapping[str, Any], *, overrides: bool = Fal
     named = model_kwargs.get("dtype") or model_kwargs.get("torch_dtype") or "auto"
     if dtype == "auto":
         return named
-    if not overrides and named != "auto" and str(named).removeprefix("torch.") != str(dtype).removeprefix("torch."):
+    names = [str(NAMES.get(each, each)) for each in (named, dtype)]
+    if not overrides and named != "auto" and names[0] != names[1]:
         raise ConfigError(f"dtype={dtype!r} and the dtype {named!r} of model_kwargs contradict each other")
     return dtype
 

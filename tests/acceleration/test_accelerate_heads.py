@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 from family_configs import config_for
-from hf import make_hf, make_oracle
+from hf import make_hf, make_oracle, make_ours
 from test_accelerate import IDS, MASK, assert_as_transformers, no_fallback, one_thread, small  # noqa: F401
 from torch import nn
 
@@ -51,6 +51,26 @@ def test_a_discriminators_labels_at_padding_do_not_count(packed_layers, no_fallb
         loss_of(fastbert.accelerate(model), labels=labels), oracle.double(), near, GRADIENT_FACTOR
     )
     assert len(packed_layers) == 3
+
+
+@pytest.mark.parametrize("head", ("TokenClassification", "MaskedLM"))
+def test_logits_at_padding_are_what_a_head_makes_of_zeros(head):
+    """Transformers' head, whose module sees zeros there; our own class gives zeros."""
+    config = config_for("bert", head)
+    model = make_hf(config, head).eval()
+    ours = make_ours(config, head, model).eval()
+    padding = ~MASK.bool()
+    of_zeros = (model.classifier if head == "TokenClassification" else model.cls)(
+        torch.zeros(1, model.config.hidden_size)
+    )
+    if head == "TokenClassification":
+        assert torch.equal(of_zeros[0], model.classifier.bias)
+    with torch.no_grad():
+        found = fastbert.accelerate(model)(IDS, MASK).logits[padding]
+        assert fastbert.status(model).packed == 1 and not ours(IDS, MASK).logits[padding].any()
+    assert found.any() and torch.equal(found, found[:1].expand_as(found))
+    near = of_zeros.detach().expand_as(found)
+    assert_close_to_reference(found, near.double(), near, GRADIENT_FACTOR)
 
 
 @pytest.mark.full  # LoRA and torch.compile each by itself: test_accelerate_integrations.py, test_status_wrappers.py

@@ -267,10 +267,17 @@ def test_dtypes(tmp_path):
     theirs.save_pretrained(tmp_path)
     assert_same_state(AutoModel.from_pretrained(tmp_path), theirs)
     assert_same_state(AutoModel.from_pretrained(tmp_path, dtype=None), theirs)
-    for dtype in (torch.float32, "fp32", "float16", torch.float64):
+    for dtype in (torch.float32, "fp32", "float16", torch.float64, "half", "float", "double"):
         model = AutoModel.from_pretrained(tmp_path, dtype=dtype)
         assert_same_state(model, copy.deepcopy(theirs).to(model.dtype))
-        assert model.dtype == {"fp32": torch.float32, "float16": torch.float16}.get(dtype, dtype)
+        named = {"fp32": torch.float32} | {
+            name: getattr(torch, name) for name in ("float16", "half", "float", "double")
+        }
+        assert model.dtype == named.get(dtype, dtype)
+        assert AutoModel.from_pretrained(tmp_path, dtype=dtype, torch_dtype=model.dtype).dtype is model.dtype
+        assert AutoModel.from_config(config, torch_dtype=dtype).dtype is model.dtype
+    with pytest.raises(ConfigError, match="dtype='half' and torch_dtype='float' contradict each other"):
+        AutoModel.from_pretrained(tmp_path, dtype="half", torch_dtype="float")
     assert AutoModel.from_pretrained(tmp_path, device="cpu").device.type == "cpu"
     with pytest.raises(ConfigError, match="unknown dtype 'half-baked'; valid names: auto, float32"):
         AutoModel.from_pretrained(tmp_path, dtype="half-baked")

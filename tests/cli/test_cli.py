@@ -141,7 +141,7 @@ def test_encode_writes_what_the_encoder_gives(tmp_path, model, suffix):
 def test_encode_never_overwrites_unless_told(tmp_path, model):
     source, out = write_texts(tmp_path, "csv", TEXTS), tmp_path / "out.npy"
     out.write_bytes(b"mine")
-    arguments = ("encode", source, "--model", model, "--output", out, "--dtype", "bfloat16", "--device", "cpu")
+    arguments = ("encode", source, "--model", model, "--output", out, "--dtype", "bf16", "--device", "cpu")
     assert "exists already; --force replaces it" in fails(*arguments)
     assert out.read_bytes() == b"mine"
     assert run_here(*arguments, "--force", "--batch-tokens", 5).returncode == 0
@@ -170,6 +170,7 @@ def test_encode_bad_arguments(tmp_path, model):
     assert "'0' is not a whole number of at least 1" in error("--batch-tokens", 0)
     assert "99999999999999999... is above 2147483647" in error("--batch-tokens", "9" * 5000)
     assert "argument --dtype: invalid choice: 'int3'" in error("--dtype", "int3")
+    assert "argument --dtype: invalid choice: 'float64'" in error("--dtype", "double")
     assert "this process may use" in fails("bench", "--threads", 2**31 - 1)
     assert "arguments are required: FILE, --model, --output" in fails("encode")
     assert "FASTBERT_BACKEND: unknown backend 'x'" in fails("doctor", FASTBERT_BACKEND="x")

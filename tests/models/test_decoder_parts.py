@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from batches import make_batch
-from family_configs import make_config
+from family_configs import config_for, make_config
 from hf import make_hf, make_ours, make_trio
 
 import fastbert
@@ -42,6 +42,18 @@ def test_a_window_that_goes_both_ways_is_half_of_what_a_file_says(stored):
     causal = fastbert.EncoderConfig.from_dict({"model_type": "gemma3_text", "sliding_window": stored})
     assert causal.layer_specs[0].attention.window_size == (stored - 1, 0)
     assert causal.to_dict()["sliding_window"] == stored
+
+
+def test_masked_words_behind_a_text_are_not_its_last_token():
+    """transformers reads them there, by their ids; ours has no hidden states of masked tokens."""
+    config = config_for("qwen3", "SequenceClassification")
+    ours = make_ours(config, "SequenceClassification", make_hf(config, "SequenceClassification")).eval()
+    batch = make_batch(config, "right")
+    ids, mask = batch.inputs["input_ids"], batch.inputs["attention_mask"]
+    words = ids.where(batch.real, 5)
+    with torch.no_grad():
+        found, expected = (ours(given, mask).logits for given in (words, ids))
+    assert config.pad_token_id != 5 and torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("index", range(4))

@@ -115,8 +115,13 @@ def penalty(model):
     return flat(dict(zip(weights, found, strict=True)))
 
 
+def jacobian_of_embeds(model):
+    """All rows at once: no second derivative, and kernels have no batch of gradients either."""
+    return functional.jacobian(lambda e: run(model, {}, inputs_embeds=e).sum((0, 2)), embeds_of(model), vectorize=True)
+
+
 @halved
-@pytest.mark.parametrize("twice", (by_two_gradients, hessian_vector_of_embeds, penalty))
+@pytest.mark.parametrize("twice", (by_two_gradients, hessian_vector_of_embeds, penalty, jacobian_of_embeds))
 @pytest.mark.parametrize("model_type", ("bert", "distilbert"))
 def test_gradients_of_gradients(model_type, twice):
     """Torch's backend has them; kernels say that they do not, and never give zeros."""
@@ -125,7 +130,9 @@ def test_gradients_of_gradients(model_type, twice):
         compare_with(trio, twice)
     if extension_error() is None:
         for model in two_of_ours(trio):
-            with pytest.raises(BackendError, match=r'\(create_graph=True\): compute .*use_backend\("torch"\)'):
+            with pytest.raises(
+                BackendError, match=r'(create_graph|vectorize)=True\): compute .*use_backend\("torch"\)'
+            ):
                 twice(model)
 
 

@@ -49,7 +49,7 @@ def test_each_term_has_its_own_total(name):
         model(fastbert.pack_inputs(IDS, labels=LABELS, **{label: PAIRS}), num_items_in_batch={"labels": 5})
 
 
-@pytest.mark.parametrize("total", [0, 7, torch.tensor(0)])
+@pytest.mark.parametrize("total", [None, 0, 7, torch.tensor(0)])
 @pytest.mark.parametrize("head", ["MaskedLM", "TokenClassification", "SequenceClassification"])
 def test_a_batch_without_labels_adds_nothing(head, total):
     """As a sum over no labels, also where no rank has any: a NaN would end the run."""

@@ -80,7 +80,7 @@ def test_dtypes_are_those_that_the_class_takes(tmp_path):
     folder = write_sentence_model(tmp_path / "encoder")
     with pytest.raises(ConfigError, match=r"^unknown dtype 'int4'; valid names: auto, float32, .*, int8$"):
         fastbert.SentenceEncoder(folder, dtype="int4")
-    with pytest.raises(ConfigError, match=r"^unknown dtype 'int4'; valid names: auto, float32, .*, float64$"):
+    with pytest.raises(ConfigError, match=r"^unknown dtype 'int4'; valid names: auto, float32, .*, float64, double$"):
         fastbert.AutoModel.from_pretrained(folder, dtype="int4")
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from family_configs import config_for
-from hf import hf_class, hf_config
+from hf import hf_class, hf_config, models_axis
 
 import fastbert
 from fastbert.models.classes import CLASSES
@@ -79,3 +79,29 @@ def test_features_with_results_of_before(head):
         assert torch.equal(model(IDS, **{name: expected})[0], expected)
     with pytest.raises(TypeError, match=f"^{type(model).__name__} takes no past, scoring(; it has labels)?$"):
         model(IDS, scoring=expected, past=1)
+
+
+SETS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_no_split_modules", "_skip_keys_device_placement")
+SETS = (*SETS, *(f"_keys_to_ignore_on_{when}" for when in ("save", "load_missing", "load_unexpected")))
+PLANS = ("_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan")
+
+
+@models_axis
+def test_what_a_model_has_from_the_start(model_type, head):
+    """Dicts and sets of its own, which transformers' code adds to; the loss by name; the number of labels."""
+    with torch.device("meta"):
+        config = config_for(model_type, head)
+        theirs, (ours, other) = (
+            hf_class(model_type, head)(hf_config(config)),
+            (CLASSES[model_type, head](config) for _ in range(2)),
+        )
+    for name in (*SETS, *PLANS):
+        found = getattr(ours, name)
+        assert type(found) is type(getattr(theirs, name, found)), name
+        assert found is not getattr(other, name), name
+    assert ours._can_record_outputs == ours.can_record_outputs == {}
+    assert ours.loss_type == theirs.loss_type and ours.loss_function is (ours.loss_type and theirs.loss_function)
+    if "num_labels" in vars(theirs):
+        assert ours.num_labels == theirs.num_labels
+        ours.num_labels = 7
+        assert ours.config.num_labels == 7 and len(ours.config.id2label) == 7

@@ -104,7 +104,18 @@ def each_of_a_batch(f, x, v):
     return torch.vmap(backward)(torch.stack([u, 2 * u]))
 
 
-WAYS = (jvp, vjp_again, hvp, hessian, penalty, dual, jvp_of_backward, each_of_a_batch)
+def batched_gradients(f, x, v):
+    x = x.clone().requires_grad_()
+    out = f(x)
+    ones = torch.ones_like(out)
+    return torch.autograd.grad(out, x, torch.stack([ones, 2 * ones]), is_grads_batched=True)[0]
+
+
+def jacobian(f, x, v):
+    return functional.jacobian(f, x, vectorize=True)
+
+
+WAYS = (jvp, vjp_again, hvp, hessian, penalty, dual, jvp_of_backward, each_of_a_batch, batched_gradients, jacobian)
 
 
 def operands():
@@ -122,6 +133,16 @@ def test_kernels_say_so(backend, op, way, monkeypatch):
     message = r'fastbert\'s kernels cannot be .*: compute the forward pass within `with fastbert.use_backend\("torch"\)'
     with use_backend(backend), pytest.raises(BackendError, match=message):
         way((SMOOTH | DROPPING)[op], *operands())
+
+
+@pytest.mark.parametrize("op", SMOOTH)
+def test_torch_has_batched_gradients(op):
+    """What the error names: the same as a gradient for each."""
+    function, (x, _) = SMOOTH[op], operands()
+    with use_backend("torch"):
+        found, baseline = (functional.jacobian(function, x, vectorize=vectorize) for vectorize in (True, False))
+        oracle = functional.jacobian(function, x.double())
+    assert_close_to_reference(found, oracle, baseline, GRADIENT_FACTOR)
 
 
 @pytest.mark.parametrize("op", SMOOTH)

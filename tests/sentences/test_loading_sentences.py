@@ -38,7 +38,7 @@ CALLS = {
     "prompts": {"prompts": {"query": "the cat ", "mine": "in the house "}, "default_prompt_name": "mine"},
     "similarity": {"similarity_fn_name": "manhattan", "truncate_dim": 5},
     "dtype": {"model_kwargs": {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}},
-    "old dtype": {"model_kwargs": {"torch_dtype": "float32", "device_map": "cpu"}},
+    "old dtype": {"model_kwargs": {"torch_dtype": "float", "device_map": "cpu"}, "dtype": "fp32"},
     "tokenizer": {"processor_kwargs": {"model_max_length": 11, "truncation_side": "left", "padding_side": "right"}},
     "hub": {"revision": "main", "local_files_only": True, "token": False, "trust_remote_code": False},
     "config": {"config_kwargs": {"layer_norm_eps": 0.1}, "backend": "torch"},

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastbert.cli.parser import A_MODEL, UsageError, add_command, add_delimiter_option, add_model, positive
+from fastbert.cli.parser import A_MODEL, UsageError, add_command, add_delimiter_option, add_model, dtype_name, positive
 from fastbert.cli.stopping import USER_ERROR, raise_if_stopped, say
 from fastbert.data.text_files import TEXT_KINDS, read_texts
 
@@ -34,7 +34,11 @@ def add(commands: Any) -> None:
     )
     add_model(parser, f"a shape, a config.json, {A_MODEL}", several=True)
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="the number format to compute in (default float32)"
+        "--dtype",
+        type=dtype_name,
+        choices=DTYPES,
+        default="float32",
+        help="the number format to compute in (default float32)",
     )
     mix = parser.add_mutually_exclusive_group()
     mix.add_argument(

@@ -22,6 +22,13 @@ from fastbert.layers.sharded import whole_beside
 from fastbert.models.hf.checkpoints import CheckpointMixin
 
 _INITIALISED = "_is_hf_initialized"  # transformers' mark of a module, or a tensor, that post_init leaves as it is
+# How a model is shared out over devices, and what calls of its modules are recorded: of ours, nothing.
+_EMPTY_DICTS = ("_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan", "_can_record_outputs")
+# Modules that stay in float32, and keys that a file may lack or hold beyond the model's: none.
+_EMPTY_SETS = (
+    *("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_keys_to_ignore_on_save"),
+    *("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected"),
+)
 # What has the weight 1 and the bias 0, and what is drawn as a Linear is (transformers has the same lists).
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
 _PRODUCTS = (nn.Linear, nn.modules.conv._ConvNd)
@@ -47,10 +54,18 @@ class TheirMethods(CheckpointMixin):
 
     base_model_prefix: str = ""  # of a family: the attribute that holds the base model of one with a head
     config_class = EncoderConfig
-    _no_split_modules = ("EncoderLayer",)  # what FSDP wraps, and device maps keep together
     _is_stateful = False
     supports_tp_plan = False
     supports_pp_plan = False
+
+    def set_theirs(self) -> None:
+        """What transformers' post_init sets on each model, whose code adds to it and reads it without asking first."""
+        self._no_split_modules = {"EncoderLayer"}  # what FSDP wraps, and device maps keep together
+        self._skip_keys_device_placement = {"cache"}
+        for name in _EMPTY_DICTS:
+            setattr(self, name, {})
+        for name in _EMPTY_SETS:
+            setattr(self, name, set())
 
     def tie_weights(self) -> None:
         raise NotImplementedError
@@ -190,12 +205,19 @@ class TheirMethods(CheckpointMixin):
         left_over({"use_kernels": use_kernels})
 
     @property
-    def loss_function(self) -> Any:
-        """transformers' function for the loss that this class computes by itself."""
+    def loss_type(self) -> str | None:
+        """transformers' name of the loss that this class computes by itself; None: it has no name for it."""
         from transformers.loss.loss_utils import LOSS_MAPPING
 
         ends = (cls.__name__.rpartition("For")[2] for cls in type(self).__mro__ if "For" in cls.__name__)
-        return next((LOSS_MAPPING[f"For{end}"] for end in ends if f"For{end}" in LOSS_MAPPING), None)
+        return next((f"For{end}" for end in ends if f"For{end}" in LOSS_MAPPING), None)
+
+    @property
+    def loss_function(self) -> Any:
+        """transformers' function of that name."""
+        from transformers.loss.loss_utils import LOSS_MAPPING
+
+        return LOSS_MAPPING.get(self.loss_type)
 
     @loss_function.setter
     def loss_function(self, value: Any) -> None:
