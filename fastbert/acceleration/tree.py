@@ -186,11 +186,11 @@ _HOOKS_NAMED = ("make_inputs_require_grads", "make_inputs_require_grad")
 
 # Classes of leaves that give each row its own result, whatever is beside it: torch's, the families' norms and tables,
 # PEFT's layers, and what quantisers put in a Linear's place.
-_CLASSES_FROM = (
-    "torch.nn.", "torch.ao.", "transformers.", "peft.", "fastbert.", "torchao.", "bitsandbytes.", "optimum.quanto.",
-    "hqq.", "gptqmodel.", "auto_gptq.", "auto_round.", "awq.", "aqlm.", "eetq.", "compressed_tensors.", "quark.",
-    "vptq.", "spqr_quant.", "nncf.",
-)  # fmt: skip
+_QUANTISERS = (
+    *("aqlm.", "auto_gptq.", "auto_round.", "awq.", "bitsandbytes.", "compressed_tensors.", "eetq.", "gptqmodel."),
+    *("hqq.", "nncf.", "optimum.quanto.", "quark.", "torch.ao.", "torchao."),
+)
+_CLASSES_FROM = ("torch.nn.", "transformers.", "peft.", "fastbert.", *_QUANTISERS)
 
 
 def _called_beside(module: nn.Module, path: str, hooks: tuple[str, ...]) -> str | None:

@@ -29,13 +29,16 @@ if TYPE_CHECKING:
 
 TEXTS = "texts"  # in the `ways` of `status`
 # Arguments of `encode` that a SentenceEncoder has, too, and means the same by.
-_OPTIONS = frozenset(
-    (
-        "inputs", "sentences", "prompt_name", "prompt", "batch_size", "show_progress_bar", "output_value", "precision",
-        "convert_to_numpy", "convert_to_tensor", "device", "normalize_embeddings", "truncate_dim", "pool", "chunk_size",
-        "task",
-    )
-)  # fmt: skip
+_OF_OUTPUT = (
+    "output_value",
+    "precision",
+    "convert_to_numpy",
+    "convert_to_tensor",
+    "normalize_embeddings",
+    "truncate_dim",
+)
+_OF_RUN = ("batch_size", "show_progress_bar", "device", "pool", "chunk_size")
+_OPTIONS = frozenset(("inputs", "sentences", "prompt_name", "prompt", "task", *_OF_OUTPUT, *_OF_RUN))
 
 
 def as_sentence_transformer(encoder: SentenceEncoder) -> Any:
@@ -73,6 +76,40 @@ def _hold(guard: ModuleGuard, values: dict[str, Any], names: list[str]) -> None:
             _hold(guard, inner, list(inner))
 
 
+def _why_slow(model: Any, inputs: Any, args: tuple, options: dict[str, Any]) -> str | None:
+    """Why a call takes sentence-transformers' own way."""
+    if len(args) > 1 or not options.keys() <= _OPTIONS:
+        return "an argument that is given without its name, or that SentenceEncoder.encode does not have"
+    if not isinstance(inputs, str) and not (
+        isinstance(inputs, (list, np.ndarray)) and len(inputs) and all([isinstance(one, str) for one in inputs])
+    ):
+        return "the inputs are not a string, or a list of strings"
+    if options.get("device") is not None or options.get("pool") is not None:
+        return "a device, or a pool"
+    if options.get("output_value", "sentence_embedding") != "sentence_embedding":
+        return "another output than vectors"
+    if model._guard is None or not model._guard.is_current():
+        return "a module, a setting of one or a hook is not what as_sentence_transformer has made"
+    behind = [p for module in model._encoder.recipe.modules for p in module.parameters()]
+    if any([p.dtype is not torch.float32 for p in behind]):
+        return "the modules behind the pooling are not float32"
+    return None
+
+
+def _take_tokenizer(model: Any, task: str | None) -> None:
+    """The encoder's tokenizer is the one inside of the first module's: what was changed there holds here."""
+    module, encoder = model[0], model._encoder
+    theirs = module.tokenizer
+    tokenizer = encoder.tokenizer = theirs.backend_tokenizer
+    length = task and module.__dict__[f"{task}_length"]
+    wanted = {"direction": theirs.truncation_side, "max_length": length or theirs.model_max_length}
+    if tokenizer.padding is not None:  # their own way sets it with each call
+        tokenizer.no_padding()
+    if not wanted.items() <= (tokenizer.truncation or {}).items():
+        tokenizer.enable_truncation(**wanted)
+    encoder._max_seq_length = wanted["max_length"]
+
+
 @cache
 def _class() -> type:
     try:
@@ -100,7 +137,7 @@ def _class() -> type:
         def encode(self, *args: Any, **options: Any) -> Any:
             calls = self._encoder.model.calls
             inputs: Any = args[0] if args else options.get("inputs", options.get("sentences"))
-            if (reason := self._slow(inputs, args, options)) is not None:
+            if (reason := _why_slow(self, inputs, args, options)) is not None:
                 output = super().encode(*args, **options)
                 calls.ways = {**calls.ways, TEXTS: reason}
                 return output
@@ -113,40 +150,8 @@ def _class() -> type:
                 del options["batch_size"]
             options.setdefault("truncate_dim", self.truncate_dim)
             prompt = self._resolve_prompt(options.pop("prompt", None), options.pop("prompt_name", None))
-            self._take_tokenizer(options.get("task"))
+            _take_tokenizer(self, options.get("task"))
             return self._encoder.encode(inputs, prompt=prompt, **options)
-
-        def _slow(self, inputs: Any, args: tuple, options: dict[str, Any]) -> str | None:
-            """Why a call takes sentence-transformers' own way."""
-            if len(args) > 1 or not options.keys() <= _OPTIONS:
-                return "an argument that is given without its name, or that SentenceEncoder.encode does not have"
-            if not isinstance(inputs, str) and not (
-                isinstance(inputs, (list, np.ndarray)) and len(inputs) and all([isinstance(one, str) for one in inputs])
-            ):
-                return "the inputs are not a string, or a list of strings"
-            if options.get("device") is not None or options.get("pool") is not None:
-                return "a device, or a pool"
-            if options.get("output_value", "sentence_embedding") != "sentence_embedding":
-                return "another output than vectors"
-            if self._guard is None or not self._guard.is_current():
-                return "a module, a setting of one or a hook is not what as_sentence_transformer has made"
-            behind = [p for module in self._encoder.recipe.modules for p in module.parameters()]
-            if any([p.dtype is not torch.float32 for p in behind]):
-                return "the modules behind the pooling are not float32"
-            return None
-
-        def _take_tokenizer(self, task: str | None) -> None:
-            """The encoder's tokenizer is the one inside of the first module's: what was changed there holds here."""
-            module, encoder = cast(Any, self[0]), self._encoder
-            theirs = module.tokenizer
-            tokenizer = encoder.tokenizer = theirs.backend_tokenizer
-            length = task and module.__dict__[f"{task}_length"]
-            wanted = {"direction": theirs.truncation_side, "max_length": length or theirs.model_max_length}
-            if tokenizer.padding is not None:  # their own way sets it with each call
-                tokenizer.no_padding()
-            if not wanted.items() <= (tokenizer.truncation or {}).items():
-                tokenizer.enable_truncation(**wanted)
-            encoder._max_seq_length = wanted["max_length"]
 
         def __reduce__(self) -> Any:
             """A copy of one that was changed has been changed, too."""

@@ -96,10 +96,8 @@ BY_PLACE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
 }
 # Tuners that PEFT has for other models, for causal ones, or for keys and values of a cache.
-FOR_OTHERS = {
-    "ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "PREFIX_TUNING", "SHADOW", "XLORA",
-    "LORA arrow", "LORA qalora",
-}  # fmt: skip
+PROMPTS = {"ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "PREFIX_TUNING"}
+FOR_OTHERS = PROMPTS | {"SHADOW", "XLORA", "LORA arrow", "LORA qalora"}
 
 
 def test_each_tuner_is_in_the_table():
@@ -110,10 +108,8 @@ def test_each_tuner_is_in_the_table():
 
 def config_of(name: str, settings: dict[str, Any]):
     made = dict(settings)
-    classes = {
-        "use_bdlora": "BdLoraConfig", "kasa_config": "KasaConfig", "monteclora_config": "MontecloraConfig",
-        "velora_config": "VeloraConfig",
-    }  # fmt: skip
+    classes = {"use_bdlora": "BdLoraConfig", "kasa_config": "KasaConfig"}
+    classes |= {"monteclora_config": "MontecloraConfig", "velora_config": "VeloraConfig"}
     for field, cls in classes.items():
         if field in made:
             made[field] = getattr(peft.tuners.lora.config, cls)(**made[field])

@@ -23,9 +23,9 @@ from fastbert.layer_spec import Disentangled, Distances, LayerSpec
 from fastbert.layers.context import LayerContext, make_context
 from fastbert.layers.embeddings import EmbeddingIds, run_embeddings
 from fastbert.layers.leaves import get_leaf, parent_of, set_module
-from fastbert.models.given import given_bias, given_rotary, given_table, name_of_given
 from fastbert.models.inputs import embedding_sizes, prepare_inputs
 from fastbert.models.outputs import ModelOutput
+from fastbert.models.parts.given import given_bias, given_rotary, given_table, name_of_given
 from fastbert.packed_inputs import ModelInputs
 from fastbert.packing import PackedBatch
 
@@ -101,7 +101,7 @@ def place_parts(model: Any, parts: Mapping[str, Callable]) -> None:
         parent, _, name = path.rpartition(".")
         modules = (get_leaf(model, parent) if parent else model)._modules
         if name in modules:  # a model made without layers has no encoder
-            modules[name].part = Part(type(model), model.config, path, run)
+            modules[name].__dict__["part"] = Part(type(model), model.config, path, run)
 
 
 # --------------------------------------------------------------------------------------------------------------------
