@@ -1,5 +1,6 @@
 // The extension module: the CPU kernels of the schemas in fastbert/ops/*.py, and the choice of ISA.
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -58,28 +59,33 @@ STABLE_TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
 
 namespace {
 
-// In the order of fastbert::Isa.
-const std::vector<std::string> kIsaNames = {"generic",     "avx2",        "avx_vnni", "avx512",
-                                            "avx512_vnni", "avx512_bf16", "amx"};
+std::string isa() { return fastbert::kIsaNames[static_cast<size_t>(fastbert::current_isa().load())]; }
 
-std::string isa() { return kIsaNames[static_cast<size_t>(fastbert::current_isa().load())]; }
-
-std::vector<std::string> isas() {
+std::vector<std::string> isas_that(bool (*holds)(fastbert::Isa)) {
   std::vector<std::string> names;
-  for (size_t i = 0; i < kIsaNames.size(); ++i) {
-    if (fastbert::can_run(static_cast<fastbert::Isa>(i))) names.push_back(kIsaNames[i]);
+  for (size_t i = 0; i < fastbert::kIsaNames.size(); ++i) {
+    if (holds(static_cast<fastbert::Isa>(i))) names.emplace_back(fastbert::kIsaNames[i]);
   }
   return names;
 }
 
+std::vector<std::string> isas() {
+  return isas_that([](fastbert::Isa isa) { return fastbert::is_built(isa) && fastbert::can_run(isa); });
+}
+
+std::vector<std::string> machine_isas() { return isas_that(&fastbert::can_run); }
+
 void set_isa(const std::string& name) {
-  std::string known;
-  for (size_t i = 0; i < kIsaNames.size(); ++i) {
-    const auto isa = static_cast<fastbert::Isa>(i);
-    if (!fastbert::can_run(isa)) continue;
-    if (kIsaNames[i] == name) return fastbert::current_isa().store(isa);
-    known += (i == 0 ? "" : ", ") + kIsaNames[i];
+  const auto& names = fastbert::kIsaNames;
+  const auto named = std::find(names.begin(), names.end(), name);
+  const auto isa = static_cast<fastbert::Isa>(named - names.begin());
+  if (named != names.end() && fastbert::can_run(isa)) {
+    if (fastbert::is_built(isa)) return fastbert::current_isa().store(isa);
+    throw std::invalid_argument("this build has no kernels for ISA '" + name +
+                                "', which this machine can run: `fastbert build` makes one with all of them");
   }
+  std::string known;
+  for (const std::string& one : isas()) known += (known.empty() ? "" : ", ") + one;
   throw std::invalid_argument("this machine cannot run ISA '" + name + "'; it can run: " + known);
 }
 
@@ -92,7 +98,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("has_cuda") = false;
 #endif
   m.def("isa", &isa, "The instruction set that the CPU kernels run with: cpuid's choice, unless set_isa changed it.");
-  m.def("isas", &isas, "The instruction sets that this machine can run, narrowest first.");
+  m.def("isas", &isas, "The instruction sets that this machine can run and this build has, narrowest first.");
+  m.def("machine_isas", &machine_isas, "The same with those that this build has no kernels for.");
   m.def("are_same", &fastbert::are_same, pybind11::arg("dicts"), pybind11::arg("keys"), pybind11::arg("objects"),
         "Whether the dicts have these very objects at the keys; None stands for nothing there.");
   m.def("are_equal", &fastbert::are_equal, pybind11::arg("dicts"), pybind11::arg("keys"), pybind11::arg("values"),

@@ -22,8 +22,8 @@ from fastbert.hub import resolve
 MODEL = "all-MiniLM-L6-v2"
 WIDTH = 100
 QUERIES = ("a storm at sea", "detective work", "a cold winter day", "learning to read")
-BATCH, BATCHES = 32, 4  # sentences in a batch, batches in a round
-ROUNDS, SECONDS = (3, 9), 10.0  # at least and at most, and about how long in between
+BATCH, BATCHES = 32, 2  # sentences in a batch, batches in a round
+ROUNDS, SECONDS = (3, 9), 5.0  # at least and at most, and about how long in between
 
 Encode = Callable[[list[str]], np.ndarray]
 

@@ -2,7 +2,8 @@
 // compiled for it. A kernel body is written once, against the vectors of simd_*.h; `FASTBERT_RUN` calls the copy for
 // the ISA in use. What would come out the same is not compiled again: each copy of attention takes the compiler ten
 // seconds, and beyond AVX-512 only bfloat16 and 8-bit integers have instructions of their own. So float there is
-// AVX-512's (FASTBERT_BF16 in the bodies).
+// AVX-512's (FASTBERT_BF16 in the bodies). A set that is left out, or has nothing to gain, is another name of the one
+// below it.
 //
 // Everything inside is forced inline or internal to its namespace: no function that another file could share is ever
 // emitted with wide instructions (see isa.h). Standard headers must be included before this one.
@@ -44,6 +45,7 @@ namespace fastbert::generic {
 #endif
 #define FASTBERT_STRING(...) #__VA_ARGS__
 
+#if !defined(FASTBERT_WITHOUT_AVX2)
 FASTBERT_TARGET("avx2,fma")
 namespace fastbert::avx2 {
 #include "simd_avx2.h"
@@ -53,9 +55,14 @@ namespace fastbert::avx2 {
 #include FASTBERT_BODY
 }  // namespace fastbert::avx2
 FASTBERT_TARGET_END
+#else
+namespace fastbert {
+namespace avx2 = generic;
+}
+#endif
 
 // The same vectors, with dot products of bytes. Only for the bodies that multiply them: FASTBERT_USES_VNNI.
-#if defined(FASTBERT_USES_VNNI)
+#if defined(FASTBERT_USES_VNNI) && !defined(FASTBERT_WITHOUT_AVX_VNNI)
 FASTBERT_TARGET("avx2,fma")
 #define FASTBERT_AVX_VNNI
 namespace fastbert::avx_vnni {
@@ -73,6 +80,7 @@ namespace avx_vnni = avx2;
 }
 #endif
 
+#if !defined(FASTBERT_WITHOUT_AVX512)
 FASTBERT_TARGET("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")
 namespace fastbert::avx512 {
 #include "simd_avx512.h"
@@ -82,9 +90,14 @@ namespace fastbert::avx512 {
 #include FASTBERT_BODY
 }  // namespace fastbert::avx512
 FASTBERT_TARGET_END
+#else
+namespace fastbert {
+namespace avx512 = avx2;
+}
+#endif
 
 #define FASTBERT_VNNI
-#if defined(FASTBERT_USES_VNNI)
+#if defined(FASTBERT_USES_VNNI) && !defined(FASTBERT_WITHOUT_AVX512_VNNI)
 FASTBERT_TARGET("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
 namespace fastbert::avx512_vnni {
 #include "simd_avx512.h"
@@ -100,6 +113,7 @@ namespace avx512_vnni = avx512;
 }
 #endif
 
+#if !defined(FASTBERT_WITHOUT_AVX512_BF16)
 FASTBERT_TARGET("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16")
 #define FASTBERT_BF16
 namespace fastbert::avx512_bf16 {
@@ -110,9 +124,14 @@ namespace fastbert::avx512_bf16 {
 #include FASTBERT_BODY
 }  // namespace fastbert::avx512_bf16
 FASTBERT_TARGET_END
+#else
+namespace fastbert {
+namespace avx512_bf16 = avx512_vnni;
+}
+#endif
 
 // Only for the bodies that have something to gain from it: FASTBERT_USES_AMX.
-#if defined(FASTBERT_USES_AMX)
+#if defined(FASTBERT_USES_AMX) && !defined(FASTBERT_WITHOUT_AMX)
 FASTBERT_TARGET("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16")
 #define FASTBERT_AMX
 namespace fastbert::amx {

@@ -1,6 +1,9 @@
 // Which instruction set the CPU kernels run with. cpuid decides, once; tests may ask for a lower one.
+// -DFASTBERT_WITHOUT_AMX and the like leave a set out: recipe.py says which, for a checkout those that its processor
+// lacks.
 #pragma once
 
+#include <array>
 #include <atomic>
 
 #include "inline.h"
@@ -22,6 +25,44 @@ namespace fastbert {
 
 // The best last. kAvxVnni has dot products of bytes in AVX2's vectors, as desktops without AVX-512 have them.
 enum class Isa { kGeneric, kAvx2, kAvxVnni, kAvx512, kAvx512Vnni, kAvx512Bf16, kAmx };
+
+// In the order of Isa.
+#if defined(__x86_64__)
+inline constexpr std::array kIsaNames{"generic", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"};
+#else
+inline constexpr std::array kIsaNames{"generic"};
+#endif
+
+constexpr bool is_built(Isa isa) {
+  switch (isa) {
+#if defined(FASTBERT_WITHOUT_AVX2)
+    case Isa::kAvx2:
+      return false;
+#endif
+#if defined(FASTBERT_WITHOUT_AVX_VNNI)
+    case Isa::kAvxVnni:
+      return false;
+#endif
+#if defined(FASTBERT_WITHOUT_AVX512)
+    case Isa::kAvx512:
+      return false;
+#endif
+#if defined(FASTBERT_WITHOUT_AVX512_VNNI)
+    case Isa::kAvx512Vnni:
+      return false;
+#endif
+#if defined(FASTBERT_WITHOUT_AVX512_BF16)
+    case Isa::kAvx512Bf16:
+      return false;
+#endif
+#if defined(FASTBERT_WITHOUT_AMX)
+    case Isa::kAmx:
+      return false;
+#endif
+    default:
+      return true;
+  }
+}
 
 #if defined(__x86_64__)
 // Whether the CPU multiplies tiles of bfloat16 and of int8, and Linux, which must be asked once, lets this process do
@@ -50,6 +91,7 @@ inline bool has_avx_vnni() {
 }
 #endif
 
+// Whether this machine can, with kernels for it or without.
 inline bool can_run([[maybe_unused]] Isa isa) {
 #if defined(__x86_64__)
   // These tests include the operating system's: registers that it does not save count as missing.
@@ -81,7 +123,7 @@ inline bool can_run([[maybe_unused]] Isa isa) {
 
 inline Isa best_isa() {
   Isa best = Isa::kAmx;
-  while (!can_run(best)) best = static_cast<Isa>(static_cast<int>(best) - 1);
+  while (!is_built(best) || !can_run(best)) best = static_cast<Isa>(static_cast<int>(best) - 1);
   return best;
 }
 
@@ -107,8 +149,12 @@ inline std::atomic<Isa>& current_isa() {
   template <typename T>                                                                                  \
   void name parameters {                                                                                 \
     const auto isa = ::fastbert::current_isa().load(std::memory_order_relaxed);                          \
-    if (isa >= ::fastbert::Isa::kAvx512) return name##_avx512<T> arguments;                              \
-    if (isa >= ::fastbert::Isa::kAvx2) return name##_avx2<T> arguments;                                  \
+    if constexpr (::fastbert::is_built(::fastbert::Isa::kAvx512)) {                                      \
+      if (isa >= ::fastbert::Isa::kAvx512) return name##_avx512<T> arguments;                            \
+    }                                                                                                    \
+    if constexpr (::fastbert::is_built(::fastbert::Isa::kAvx2)) {                                        \
+      if (isa >= ::fastbert::Isa::kAvx2) return name##_avx2<T> arguments;                                \
+    }                                                                                                    \
     name##_body<T> arguments;                                                                            \
   }
 #else

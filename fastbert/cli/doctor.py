@@ -147,18 +147,20 @@ def _extension_file() -> list[tuple[str, str]]:
 
 
 def _native_products() -> list[tuple[str, str]]:
-    """Whose products are used; and whether the processor has instructions for those of bfloat16 and of int8."""
-    from fastbert.native.availability import extension_error
+    """Whether the best kernels are built, whose products are used, and what bfloat16 and int8 are multiplied with."""
+    from fastbert.native.availability import extension_error, isa_left_out
 
     if extension_error() is not None:
         return []
     from fastbert import _C
 
+    left_out = isa_left_out()
     bf16 = "multiplied natively" if _C.has_bf16() else "no instruction for it: bfloat16 checkpoints compute in float32"
     vnni = _C.isa() not in ("generic", "avx2", "avx512")
     int8 = "multiplied natively (VNNI)" if vnni else "no instruction for it: exact, but slower than it could be"
     torchs = "torch's own: none of ours are written for this processor"
-    return [*([] if _C.has_products() else [("products", torchs)]), ("bfloat16", bf16), ("int8", int8)]
+    rows = [] if left_out is None else [("kernels", left_out)]
+    return [*rows, *([] if _C.has_products() else [("products", torchs)]), ("bfloat16", bf16), ("int8", int8)]
 
 
 def _backend_table(device: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from types import ModuleType
 
 from fastbert.native.cores import warn_of_quota
@@ -27,6 +28,8 @@ def extension_error() -> str | None:
 
             if (isa := os.environ.get("FASTBERT_ISA")) is not None:
                 _cap_isa(_C, isa)
+            elif (left_out := isa_left_out()) is not None:
+                warnings.warn(f"fastbert's C++ kernels run as {_C.isa()}, not at their best: {left_out}", stacklevel=2)
             _extension_error = None
             warn_of_quota()
     return _extension_error
@@ -37,6 +40,16 @@ def _cap_isa(extension: ModuleType, isa: str) -> None:
         extension.set_isa(isa)
     except ValueError as error:
         raise ValueError(f"FASTBERT_ISA: {error}") from None
+
+
+def isa_left_out() -> str | None:
+    """None when the extension, which is loaded, has kernels for the best instruction set of this machine."""
+    from fastbert import _C
+
+    best = _C.machine_isas()[-1]
+    if best in _C.isas():
+        return None
+    return f"built for another CPU, without {best}: `fastbert build` makes one for all"
 
 
 _triton_error: str | None = "not asked yet"

@@ -15,6 +15,8 @@ import shutil
 import site
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterable
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -182,17 +184,41 @@ def say(line: str) -> None:
     print(f"fastbert: {line}", flush=True)
 
 
-def extension(with_cuda: bool) -> Any:
+def extension(with_cuda: bool, without_isas: Iterable[str] = ()) -> Any:
     torch_builds = cpp_extension()
     # Relative paths, as setuptools wants them: a build runs in `home()`.
     paths = [p.relative_to(home()) for p in sources() if p.suffix != ".h" and (with_cuda or "cuda" not in p.parts)]
-    flags: Any = COMPILE_FLAGS
+    flags: Any = [*COMPILE_FLAGS, *(f"-DFASTBERT_WITHOUT_{isa.upper()}" for isa in without_isas)]
     if with_cuda:
-        flags = {"cxx": [*COMPILE_FLAGS, "-DFASTBERT_WITH_CUDA", "-DUSE_CUDA"], "nvcc": NVCC_FLAGS}
+        flags = {"cxx": [*flags, "-DFASTBERT_WITH_CUDA", "-DUSE_CUDA"], "nvcc": NVCC_FLAGS}
     extension_type = torch_builds.CUDAExtension if with_cuda else torch_builds.CppExtension
     extension_module = extension_type("fastbert._C", [str(p) for p in paths], extra_compile_args=flags)
     extension_module.optional = True  # editable installs then do not look for a library that was not built
     return extension_module
+
+
+# isa.h's own answer, by cpuid and what the system lets a process do: /proc/cpuinfo's words depend on the kernel's age.
+LACKING = """
+#include <cstdio>
+#include "include/isa.h"
+int main() {
+  for (unsigned i = 0; i < fastbert::kIsaNames.size(); ++i) {
+    if (!fastbert::can_run(static_cast<fastbert::Isa>(i))) std::puts(fastbert::kIsaNames[i]);
+  }
+}
+"""
+
+
+def lacking_isas() -> list[str]:
+    """The instruction sets that this machine cannot run; none where a program that asks cannot be compiled or run."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, "lacking")
+        command = [*(compiler() or ()), "-std=c++17", "-x", "c++", f"-I{home() / 'csrc'}", "-", "-o", str(program)]
+        try:
+            subprocess.run(command, input=LACKING, text=True, check=True, capture_output=True)
+            return subprocess.run([program], text=True, check=True, capture_output=True).stdout.split()
+        except (subprocess.CalledProcessError, OSError):
+            return []
 
 
 def build_command() -> type:
@@ -204,6 +230,8 @@ def build_command() -> type:
     class BuildOrFallBack(cpp_extension().BuildExtension):  # type: ignore[misc]
         def run(self) -> None:
             self.stamp: dict[str, Any] | None = None
+            # What an editable install makes stays here; wheels, and what `fastbert build` keeps, go to other machines.
+            self.without_isas = lacking_isas() if self.editable_mode else []
             library = Path(self.get_ext_fullpath("fastbert._C"))
             for old in (library, library.with_name(STAMP)):  # an older one must not pass for this
                 old.unlink(missing_ok=True)
@@ -213,7 +241,7 @@ def build_command() -> type:
 
         def failure(self, with_cuda: bool) -> str | None:
             # A later extension must not be added to what an earlier one was told.
-            vars(self.extensions[0]).update(vars(extension(with_cuda)))
+            vars(self.extensions[0]).update(vars(extension(with_cuda, self.without_isas)))
             library = Path(self.get_ext_fullpath("fastbert._C"))
             library.unlink(missing_ok=True)  # not the one of `run` where that builds in place
             try:
@@ -234,7 +262,8 @@ def build_command() -> type:
             if failure is not None:
                 say(f"pure Python, because the C++ extension did not compile ({failure}); {about_cuda}")
                 return
-            say(f"with the C++ kernels for the CPU, built against torch {torch_version}; {about_cuda}")
+            cpu = f"this CPU (not {', '.join(self.without_isas)})" if self.without_isas else "the CPU"
+            say(f"with the C++ kernels for {cpu}, built against torch {torch_version}; {about_cuda}")
             self.stamp = {
                 "sources": source_hash(),
                 "target": dotted(OLDEST_TORCH),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from command_line import fails, run_python
 
 import fastbert
 from fastbert.cli.doctor import doctor_lines
+from fastbert.native import availability
 from fastbert.native.availability import extension_error
 
 pytestmark = pytest.mark.skipif(extension_error() is not None, reason=str(extension_error()))
@@ -46,6 +49,22 @@ def test_a_name_that_this_machine_cannot_run_is_one_clear_error(name):
 
 def test_nothing_is_wrong_before_the_kernels_are_used():
     assert run_python([sys.executable, "-c", "import fastbert"], FASTBERT_ISA="avx3").returncode == 0
+
+
+def test_a_build_for_another_processor_says_so(monkeypatch):
+    """A checkout's build has no kernels for what its processor lacked, and may be moved to one that has it."""
+    from fastbert import _C
+
+    best = _C.isas()[-1]
+    said = "built for another CPU, without avx1024: `fastbert build` makes one for all"
+    warning = re.escape(f"fastbert's C++ kernels run as {best}, not at their best: {said}")
+    monkeypatch.delenv("FASTBERT_ISA", raising=False)
+    for machine, is_slower in (([*_C.isas(), "avx1024"], True), (["avx1", *_C.isas()], False)):
+        monkeypatch.setattr(_C, "machine_isas", lambda machine=machine: machine)
+        monkeypatch.setattr(availability, "_extension_error", "not asked yet")
+        with pytest.warns(UserWarning, match=warning) if is_slower else nullcontext():
+            assert extension_error() is None
+        assert (said in "".join(doctor_lines()[0])) == is_slower
 
 
 def test_without_bfloat16_products_a_quantized_model_is_float32():

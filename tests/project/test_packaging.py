@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ import torch
 from checkout import copy_checkout
 
 from fastbert.native import recipe
+from fastbert.native.availability import extension_error
 
 ROOT = Path(__file__).parents[2]
 
@@ -237,6 +239,55 @@ def check_cpu_kernels(*flags: str) -> None:
         pytest.skip("there is no C++ compiler")
     for source in sorted(ROOT.glob("csrc/cpu/*.cpp")):
         run([compiler, "-std=c++17", "-fsyntax-only", "-fno-math-errno", *flags, str(source)], ROOT)
+
+
+ISAS = ["generic", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"]
+BEST = """
+#include <cstdio>
+#include "include/isa.h"
+int main() { std::puts(fastbert::kIsaNames[static_cast<int>(fastbert::best_isa())]); }
+"""
+
+
+@pytest.mark.skipif(extension_error() is not None or platform.machine() != "x86_64", reason="needs kernels for x86")
+def test_a_checkout_is_built_for_its_own_processor(tmp_path, monkeypatch):
+    """What it lacks is left out, and what is left out is never chosen."""
+    from fastbert import _C
+
+    lacking = recipe.lacking_isas()
+    assert sorted([*_C.machine_isas(), *lacking]) == sorted(ISAS)
+    flags = recipe.extension(False, lacking).extra_compile_args
+    assert [f for f in flags if "WITHOUT" in f] == [f"-DFASTBERT_WITHOUT_{isa.upper()}" for isa in lacking]
+    best, program = _C.machine_isas()[-1], tmp_path / "best"
+    if best != "generic":
+        (tmp_path / "best.cpp").write_text(BEST)
+        flags = ["-std=c++17", f"-I{ROOT / 'csrc'}", f"-DFASTBERT_WITHOUT_{best.upper()}"]
+        run([*(recipe.compiler() or ()), *flags, str(tmp_path / "best.cpp"), "-o", str(program)], tmp_path)
+        assert run([str(program)], tmp_path).strip() == _C.machine_isas()[-2]
+    monkeypatch.setenv("CXX", "false")  # a machine that cannot be asked gets all
+    assert recipe.lacking_isas() == []
+
+
+@pytest.mark.full  # two builds
+def test_a_wheel_is_built_for_every_processor(sdist, tmp_path):
+    copy = tmp_path / "source"
+    shutil.copytree(sdist, copy, ignore=shutil.ignore_patterns("build", "csrc"))
+    (copy / "csrc" / "include").mkdir(parents=True)
+    for name in ("isa.h", "inline.h"):
+        shutil.copy(ROOT / "csrc" / "include" / name, copy / "csrc" / "include")
+    (copy / "csrc" / "small.cpp").write_text("#include <Python.h>\nPyMODINIT_FUNC PyInit__C() { return nullptr; }\n")
+    left_out = {}
+    for kind in ("wheel", "editable"):
+        program = f"import sys, build_backend; build_backend.build_{kind}(sys.argv[1])"
+        log = run([sys.executable, "-c", program, str(tmp_path)], copy)
+        left_out[kind] = sorted({*re.findall("-DFASTBERT_WITHOUT_([A-Z0-9_]+)", log)})
+    assert left_out == {"wheel": [], "editable": sorted(isa.upper() for isa in recipe.lacking_isas())}
+
+
+@pytest.mark.full  # the build of every checkout shows one of them
+@pytest.mark.parametrize("best", range(len(ISAS) - 1))
+def test_the_kernels_compile_without_the_wider_instruction_sets(best):
+    check_cpu_kernels(*(f"-DFASTBERT_WITHOUT_{isa.upper()}" for isa in ISAS[best + 1 :]))
 
 
 @pytest.mark.full  # the wheels' builds show it, too
