@@ -17,7 +17,8 @@ constexpr int64_t kPanel = 64;  // columns of a packed panel
 
 enum class DType { kFloat32, kBFloat16, kInt8 };
 
-// So many products of bytes, the largest 127 * 128, are summed without passing 2^31.
+// So many products of bytes, the largest 127 * 128, are summed without passing 2^31. While a sum is made, the rows'
+// offset of 128 may take it further: it wraps, and comes back as the offset is taken out.
 constexpr int64_t kMostInt8Columns = (int64_t{1} << 31) / (127 * 128) - 1;
 
 inline int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : dtype == DType::kBFloat16 ? 2 : 1; }

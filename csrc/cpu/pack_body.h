@@ -158,7 +158,7 @@ void pack_typed(const PackArgs& args, int64_t begin, int64_t end) {
     for (int64_t c = 0; c < kPanel; ++c) {
       int32_t sum = 0;
       for (int64_t i = 0; i < steps * 4; ++i) sum += elements[(i / 4 * kPanel + c) * 4 + i % 4];
-      args.channel_offset[p * kPanel + c] = 128 * sum;
+      args.channel_offset[p * kPanel + c] = static_cast<int32_t>(128 * static_cast<uint32_t>(sum));  // it may wrap
     }
   }
 }

@@ -2,6 +2,7 @@
 
 typedef float Floats __attribute__((vector_size(16)));
 typedef int32_t Ints __attribute__((vector_size(16)));
+typedef uint32_t Words __attribute__((vector_size(16)));
 typedef uint64_t Longs __attribute__((vector_size(16)));
 constexpr int64_t kWidth = 4;
 constexpr int64_t kTileVectors = 2;  // of a tile's width: 6 x 2 sums, 2 operands and a broadcast fit 16 registers
@@ -49,8 +50,9 @@ FASTBERT_SIMD Floats sub(Floats a, Floats b) { return a - b; }
 FASTBERT_SIMD Floats mul(Floats a, Floats b) { return a * b; }
 FASTBERT_SIMD Floats div(Floats a, Floats b) { return a / b; }
 FASTBERT_SIMD Floats fma(Floats a, Floats b, Floats c) { return a * b + c; }
-FASTBERT_SIMD Ints add(Ints a, Ints b) { return a + b; }
-FASTBERT_SIMD Ints sub(Ints a, Ints b) { return a - b; }
+// Integers wrap, as the instructions' do: a sum may leave int32 and come back.
+FASTBERT_SIMD Ints add(Ints a, Ints b) { return (Ints)((Words)a + (Words)b); }
+FASTBERT_SIMD Ints sub(Ints a, Ints b) { return (Ints)((Words)a - (Words)b); }
 FASTBERT_SIMD Ints mul(Ints a, Ints b) { return a * b; }
 FASTBERT_SIMD Floats select(Ints mask, Floats a, Floats b) { return (Floats)(((Ints)a & mask) | ((Ints)b & ~mask)); }
 // Like the x86 instructions: b where either is NaN.
@@ -90,15 +92,16 @@ FASTBERT_SIMD void store_bytes(uint8_t* p, Ints x) {
   for (int i = 0; i < 4; ++i) p[i] = static_cast<uint8_t>(x[i]);
 }
 // c + a * b with four unsigned bytes of `a` and four signed ones of each lane of b.
-FASTBERT_SIMD Ints dot_bytes(Ints c, const void* a, Ints b) {
+FASTBERT_SIMD Ints dot_bytes(Ints c_, const void* a, Ints b) {
+  auto c = (Words)c_;
   uint8_t x[4];
   int8_t y[16];
   __builtin_memcpy(x, a, 4);
   __builtin_memcpy(y, &b, 16);
   for (int i = 0; i < 4; ++i) {
-    for (int j = 0; j < 4; ++j) c[i] += static_cast<int32_t>(x[j]) * y[4 * i + j];
+    for (int j = 0; j < 4; ++j) c[i] += static_cast<uint32_t>(x[j] * y[4 * i + j]);
   }
-  return c;
+  return (Ints)c;
 }
 // a0 b0 a1 b1, and a2 b2 a3 b3: the low and the high halves, lane by lane.
 FASTBERT_SIMD Ints interleave_low(Ints a, Ints b) { return Ints{a[0], b[0], a[1], b[1]}; }
@@ -119,7 +122,6 @@ FASTBERT_SIMD Ints even_longs(Longs a, Longs b) { return (Ints)Longs{a[0], b[0]}
 FASTBERT_SIMD Ints odd_longs(Longs a, Longs b) { return (Ints)Longs{a[1], b[1]}; }
 // x where an unsigned word reaches the threshold, else 0.
 FASTBERT_SIMD Floats where_at_least(Ints words, uint32_t threshold, float x) {
-  typedef uint32_t Words __attribute__((vector_size(16)));
   return (Floats)((Ints)((Words)words >= (Words{} + threshold)) & (Ints)set1(x));
 }
 // block[i][j] becomes block[j][i].

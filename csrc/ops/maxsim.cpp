@@ -115,7 +115,7 @@ std::tuple<Array, Array> maxsim_fwd_cpu(const Array& queries_, const Array& cu_s
   if (is_int8) {
     check(queries.scalar_type() == ScalarType::Char, "queries are ", queries.scalar_type(), ", documents int8");
     check(width <= kMostInt8Columns, "int8 vectors have width ", width, "; sums of more than ", kMostInt8Columns,
-          " products do not fit into int32");
+          " products do not fit into int32: score float32 or bfloat16 vectors");
     scales = checked("scales", scales_, {documents.size(0)}, ScalarType::Float);
     query_scales = checked("query_scales", query_scales_, {queries.size(0)}, ScalarType::Float);
   }

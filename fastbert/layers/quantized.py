@@ -37,7 +37,7 @@ class QuantizedLinear(nn.Module):
         quantized = cls(linear.in_features, linear.out_features, linear.bias is not None, **like)
         weight = ops.at_least_fp32(linear.weight)
         scale = (weight.abs().amax(1) / 127).float()
-        quantized.weight_scale.copy_(torch.where(scale > 0, scale, 1.0))
+        quantized.weight_scale.copy_(torch.where(scale == 0, 1.0, scale))  # what is not finite stays so
         quantized.weight.copy_(torch.round(weight / quantized.weight_scale[:, None]).clamp(-127, 127))
         if quantized.bias is not None:
             quantized.bias.copy_(linear.bias)
@@ -87,8 +87,8 @@ class QuantizedLinear(nn.Module):
                 error_msgs.append(f"{prefix}{name} is {saved.dtype}; int8 layers have {expected} there")
                 return
         saved = state_dict.get(prefix + "weight_scale")
-        if saved is not None and not (saved > 0).all():
-            error_msgs.append(f"{prefix}weight_scale holds a value that is not positive")
+        if saved is not None and not ((saved > 0) & (saved < float("inf"))).all():
+            error_msgs.append(f"{prefix}weight_scale holds a value that is not positive and finite")
             return
         arguments = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         super()._load_from_state_dict(state_dict, prefix, *arguments)

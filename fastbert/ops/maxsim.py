@@ -110,6 +110,9 @@ def _all_torch(queries, cu_seqlens_q, documents, cu_seqlens_d):
     """(queries, documents), chunk by chunk of query tokens."""
     tokens, num_documents = documents.shape[0], cu_seqlens_d.shape[0] - 1
     document, inside = token_sequences(cu_seqlens_d, tokens)
+    query, real = token_sequences(cu_seqlens_q, queries.shape[0])
+    # Rows beyond the last text are in no score, but backward multiplies them by gradients of 0, and 0 times NaN is NaN.
+    queries, documents = torch.where(real[:, None], queries, 0.0), torch.where(inside[:, None], documents, 0.0)
     place, best = torch.arange(tokens, device=documents.device), []
     for some in queries.split(max(1, _CHUNK // max(1, tokens))):
         products = torch.where(inside, some @ documents.T, -torch.inf)
@@ -121,16 +124,17 @@ def _all_torch(queries, cu_seqlens_q, documents, cu_seqlens_d):
             first = torch.where(has_it, place, tokens)
             winner = torch.full_like(top, tokens, dtype=torch.int64).scatter_reduce(1, owner, first, "amin")
         best.append(torch.where(winner < tokens, products.gather(1, winner.clamp(max=tokens - 1)), 0.0))
-    query, real = token_sequences(cu_seqlens_q, queries.shape[0])
     return sequence_sums(torch.where(real[:, None], torch.cat(best), 0.0), query, cu_seqlens_q.shape[0] - 1)
 
 
 def _padded(rows: torch.Tensor, cu_seqlens: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the chosen sequences: (chosen, longest, width), and which of it is there."""
+    """Of the chosen sequences: (chosen, longest, width), and which of it is there; the rest is 0, so that backward meets
+    no NaN of another sequence's.
+    """
     first, lengths = cu_seqlens[:-1][chosen].long(), (cu_seqlens[1:] - cu_seqlens[:-1])[chosen]
     column = torch.arange(int(lengths.max()), device=rows.device)
     inside = column < lengths[:, None]
-    return rows[torch.where(inside, first[:, None] + column, 0)], inside
+    return torch.where(inside[..., None], rows[torch.where(inside, first[:, None] + column, 0)], 0.0), inside
 
 
 def _pairs_torch(queries, cu_seqlens_q, documents, cu_seqlens_d, pairs):
@@ -221,8 +225,10 @@ def in_int8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     wide = rows.float()
     largest = wide.abs().amax(-1) if wide.shape[0] else wide.new_zeros(0)
-    is_finite, scales = largest.isfinite(), torch.where(largest > 0, largest, 1.0) / 127
-    numbers = torch.where(is_finite[:, None], wide / scales[:, None], 0.0).round().to(torch.int8)
+    is_finite, scales = largest.isfinite(), largest / 127
+    scales = torch.where(scales > 0, scales, 1.0)
+    # Clamped: a scale below float32's normal numbers has lost its digits.
+    numbers = torch.where(is_finite[:, None], wide / scales[:, None], 0.0).round_().clamp_(-127, 127).to(torch.int8)
     return numbers, torch.where(is_finite, scales, torch.nan)
 
 
@@ -285,7 +291,8 @@ def maxsim(
 
     Raises:
         ValueError: widths that differ, scales or pairs of another form; ValueError by torch, RuntimeError by a kernel:
-        offsets that do not fit the tokens; IndexError: a pair of what is not there (looked at on a CPU); BackendError:
+        offsets that do not fit the tokens; RuntimeError by a CPU's kernels: int8 vectors of more than 132,103 numbers,
+        whose sums int32 does not hold; IndexError: a pair of what is not there (looked at on a CPU); BackendError:
         the backend that was asked for cannot serve the call.
     """
     _check(queries, documents, scales, pairs)

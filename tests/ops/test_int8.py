@@ -259,6 +259,21 @@ def test_quantized_linear(dtype):
         other.load_state_dict(linear.state_dict(), strict=False)
     with pytest.raises(RuntimeError, match="weight_scale holds a value that is not positive"):
         other.load_state_dict({**static.state_dict(), "weight_scale": -scales[0]})
+    for value in (torch.nan, torch.inf):
+        with pytest.raises(RuntimeError, match="weight_scale holds a value that is not positive and finite"):
+            other.load_state_dict({**static.state_dict(), "weight_scale": torch.full((33,), value)})
+
+
+def test_a_channel_that_is_not_finite_stays_so(backend):
+    """fastbert.quantize refuses such a weight; no way of making the layer gives it an ordinary number."""
+    linear = nn.Linear(70, 66)
+    linear.weight.data[3, 5], linear.weight.data[40, 69], linear.weight.data[65, 0] = torch.nan, torch.inf, -torch.inf
+    layer, x = QuantizedLinear.from_linear(linear).eval(), make_x(9, 70, torch.float32)
+    weight, bias, scale, _ = layer.operands()
+    out = ops.linear(x, weight, bias, weight_scale=scale, backend=backend)
+    assert (~out.isfinite()).any(0).nonzero().flatten().tolist() == [3, 40, 65] and not out[
+        :, [3, 40, 65]
+    ].isfinite().any()
 
 
 @each_dtype

@@ -193,6 +193,40 @@ def test_what_is_not_finite_has_no_int8(backend):
     assert numbers.tolist() == [[64, -127], [0, 0], [0, 0]] and scales.isnan().tolist() == [False, True, False]
 
 
+def test_int8_of_rows_whose_scale_is_hardly_a_number():
+    """Below float32's normal numbers a scale loses its digits, and then is 0: no number wraps, or is none's."""
+    smallest = torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps
+    rows = torch.tensor([[190.0, -190.0, 0.0], [60.0, -60.0, 0.0]]) * smallest
+    numbers, scales = ops.in_int8(rows)
+    error = (numbers.double() * scales.double()[:, None] - rows.double()).abs()
+    assert (numbers.double().sign() * rows.double().sign() >= 0).all() and numbers.abs().max() == 127
+    assert (error <= 64 * smallest).all()
+
+
+@pytest.mark.parametrize("paired", (False, True), ids=("all", "pairs"))
+@each_backend
+def test_no_gradient_meets_a_nan_of_rows_that_it_does_not_read(backend, paired):
+    """0 times NaN is NaN: in a product's backward rows beyond the last text meet gradients of 0, and so does what fills
+    up a shorter text."""
+    (queries, of_q), (documents, of_d) = packed((5, 4), 33), packed((2, 7, 10), 33, seed=1)
+    rest = torch.full((2, 33), torch.nan)
+    pairs = torch.tensor([[0, 1], [1, 2]]) if paired else None
+
+    def gradients(q, d, **options):
+        q, d = q.clone().requires_grad_(), d.clone().requires_grad_()
+        ops.maxsim(q, of_q, d, of_d, pairs=pairs, **options).square().sum().backward()
+        return q.grad, d.grad
+
+    with backend_with_isa(backend) as name:
+        clean = gradients(queries, documents, backend=name)
+        read = documents.clone()
+        if paired:  # no pair has the first document
+            read[0] = torch.nan
+        poisoned = gradients(torch.cat([queries, rest]), torch.cat([read, rest]), backend=name)
+    for one, other in zip(clean, poisoned, strict=True):
+        assert torch.equal(one, other[:-2]) and other[-2:].eq(0).all()
+
+
 @each_backend
 def test_queries_without_tokens_beside_a_nan(backend):
     documents, of_d = packed((2, 3), 8)

@@ -236,7 +236,8 @@ def linears(
 
     Raises:
         ValueError: tensors on two devices. BackendError: the backend that was asked for cannot serve the call.
-        RuntimeError: a gradient is wanted through an int8 weight; an input scale on a CPU is negative or not finite.
+        RuntimeError: a gradient is wanted through an int8 weight; an input scale on a CPU is negative or not finite; an
+        int8 weight has more than 132,103 columns, whose sums int32 does not hold (the CPU's kernels).
     """
     scales = [None] * len(weights) if weight_scales is None else list(weight_scales)
     inputs = [None] * len(weights) if input_scales is None else list(input_scales)
