@@ -198,7 +198,7 @@ class MaskedLMHeadModel(HeadModel):
             self.inner_container: self.scored,
             self.outer_container: self.token_scores,
         }
-        return head_parts(self, runs)
+        return head_parts(runs)
 
     @property
     def dense_container(self) -> str | None:
@@ -293,7 +293,7 @@ class ForNextSentencePrediction(HeadModel):
         return linear(get_leaf(self, self.head_spec.out), pooled)
 
     def parts(self):
-        return head_parts(self, {parent_of(self.head_spec.out): self.scored})
+        return head_parts({parent_of(self.head_spec.out): self.scored})
 
     def check_options(self, options, batch):
         classes = self.classes_at(self.head_spec.out)
@@ -399,4 +399,4 @@ class ForPreTraining(MaskedLMHeadModel):
         runs = {self.pair_container: self.pair_scored}
         if self.pair_container is None:
             runs[self.outer_container] = self.both_scored
-        return super().parts() | head_parts(self, runs)
+        return super().parts() | head_parts(runs)
