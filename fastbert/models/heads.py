@@ -67,7 +67,7 @@ class HeadModel(PreTrainedModel):
         super().__init__(config)
         self.add_module(self.family.prefix, self.base_class(self.config, add_pooling_layer=self.needs_pooler))
         self.build_head(self.config)
-        place_parts(self, self.parts())
+        place_parts(self, self.callable_parts())
         self.draw_weights()
         if self.family.heads_first:  # an optimizer's saved state goes by the order of parameters
             self._modules[self.family.prefix] = self._modules.pop(self.family.prefix)
@@ -75,7 +75,7 @@ class HeadModel(PreTrainedModel):
     def build_head(self, config: EncoderConfig) -> None:
         raise NotImplementedError
 
-    def parts(self) -> dict[str, Run]:
+    def callable_parts(self) -> dict[str, Run]:
         """Its `head_parts`."""
         raise NotImplementedError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from typing import Any
 
@@ -11,7 +12,17 @@ import torch
 from batches import make_batch
 from family_configs import config_for, make_config
 from full import left_to_full
-from hf import families_axis, is_left_out, leaf_gradients, make_hf, make_oracle, make_ours, models_axis
+from hf import (
+    families_axis,
+    hf_class,
+    hf_config,
+    is_left_out,
+    leaf_gradients,
+    make_hf,
+    make_oracle,
+    make_ours,
+    models_axis,
+)
 from kinds import of_every_kind, of_every_kind_of_head
 from seeds import torch_generator
 from theirs import by_choice, mend
@@ -95,6 +106,25 @@ def test_as_transformers_calls_its_own(model_type, head, mask):
         exact = results(make_oracle(theirs.get_submodule(path)), call, real, torch.float64)
         for one, two, three in zip(found, near, exact, strict=True):
             assert_close_to_reference(one, three, two, GRADIENT_FACTOR)
+
+
+@families_axis
+def test_arguments_by_position(model_type):
+    """A family's file has transformers' order, up to the last argument that means something here."""
+    with torch.device("meta"):
+        theirs = hf_class(model_type, "Model")(hf_config(config := make_config(model_type)))
+
+    def names(path: str) -> list[str]:
+        """A cache changed its name."""
+        found = list(inspect.signature(type(theirs.get_submodule(path)).forward).parameters)[1:]
+        return ["cache" if name == "past_key_values" else name for name in found]
+
+    calls = config.family.hf_class
+    of_layer = ("hidden_states", *calls.layer_arguments)
+    assert tuple(names(config.layer_paths[0])[: len(of_layer)]) == of_layer
+    if config.scopes.embeddings is not None:
+        of_embeddings = tuple(names(config.scopes.embeddings))
+        assert of_embeddings[: len(calls.embedding_arguments)] == calls.embedding_arguments
 
 
 def tables(model: nn.Module) -> dict[str, torch.Tensor]:
