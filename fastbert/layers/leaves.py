@@ -39,12 +39,13 @@ class Container(nn.Module):
 
 def called_alone(module: nn.Module, *args: Any, **options: Any) -> Any:
     """A user's call of a part of a model. Raises TypeError where the module is none."""
-    if module.part is None:
+    part: Any = module.part
+    if part is None:
         raise TypeError(
             f"this {type(module).__name__} holds leaves and cannot be called by itself. Call the embeddings, the"
             " encoder, one of its layers, the pooler or the head instead; or a leaf (Linear, LayerNorm, Embedding)"
         )
-    return module.part(module, *args, **options)
+    return part(module, *args, **options)
 
 
 def is_called(root: nn.Module, path: str) -> bool:

@@ -31,8 +31,6 @@ from fastbert.packed_inputs import ModelInputs
 from fastbert.packing import PackedBatch
 
 _NOTHING = EmbeddingIds(None, None, None, None, None)
-
-
 Run = Callable[..., Any]  # (model, module, *what the user passed)
 
 
@@ -93,7 +91,7 @@ def place_parts(model: Any, parts: Mapping[str, Run]) -> None:
     """Tell the modules at these paths below a model what calling them computes."""
     for path, run in parts.items():
         parent, _, name = path.rpartition(".")
-        modules = (get_leaf(model, parent) if parent else model)._modules
+        modules: dict[str, Any] = (get_leaf(model, parent) if parent else model)._modules
         if name in modules:  # a model made without layers has no encoder
             modules[name].part = partial(_call, type(model), model.config, path, run)
 
@@ -151,6 +149,9 @@ def _key_mask(mask: torch.Tensor | None, x: torch.Tensor, window: tuple[int, int
     if mask is None or mask.dim() < 3:
         return mask
     mask = mask if mask.dim() == 4 else mask[:, None]
+    batch_size, seqlen = x.shape[:2]
+    if mask.shape[0] not in (1, batch_size) or mask.shape[2] not in (1, seqlen) or mask.shape[3] != seqlen:
+        raise InputError(f"attention_mask has shape {tuple(mask.shape)}; it must be ({batch_size}, {seqlen})")
     allowed = mask > 0
     if mask.is_floating_point() and not allowed.any():
         allowed = mask == 0
@@ -168,7 +169,7 @@ def _key_mask(mask: torch.Tensor | None, x: torch.Tensor, window: tuple[int, int
         raise InputError(
             "attention_mask hides something else than padding: give (batch, columns), 1 at real tokens and 0 at padding"
         )
-    return keys[:, 0].expand(x.shape[:2])
+    return keys[:, 0].expand(batch_size, seqlen)
 
 
 # --------------------------------------------------------------------------------------------------------------------
