@@ -39,7 +39,7 @@ class Container(nn.Module):
 
 def called_alone(module: nn.Module, *args: Any, **options: Any) -> Any:
     """A user's call of a part of a model. Raises TypeError where the module is none."""
-    part: Callable[..., Any] | None = module.part  # type: ignore[assignment]
+    part: Any = module.part
     if part is None:
         raise TypeError(
             f"this {type(module).__name__} holds leaves and cannot be called by itself. Call the embeddings, the"

@@ -130,11 +130,11 @@ class ClassifierModel(HeadModel):
             x = add_norm(get_leaf(self, head.norm), x, None, None, 0.0)
         return self.drop(x, p)
 
-    def parts(self):
+    def callable_parts(self):
         head = self.head_spec
         pools = head.container_pools and self.pooling == "first"
         runs = {parent_of(head.out): self.classified_inside, self.dense_container: self.before_out}
-        return head_parts(self, runs, pools)
+        return head_parts(runs, pools)
 
 
 PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
@@ -338,8 +338,8 @@ class ForReplacedTokens(HeadModel):
         x = linear(get_leaf(self, self.head_spec.dense), x, self.config.activation)
         return linear(get_leaf(self, self.head_spec.out), x).squeeze(-1)
 
-    def parts(self):
-        return head_parts(self, {parent_of(self.head_spec.out): self.scored})
+    def callable_parts(self):
+        return head_parts({parent_of(self.head_spec.out): self.scored})
 
     def check_options(self, options, batch):
         return {name: token_labels(labels, batch, 2, counts_padding=False) for name, labels in options.items()}

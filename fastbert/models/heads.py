@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -19,13 +18,12 @@ from fastbert.models.base import EncoderModel, PreTrainedModel, must_be_called
 from fastbert.models.hf.recording import record, records_hf
 from fastbert.models.inputs import check_tensors, taken
 from fastbert.models.outputs import ModelOutput
-from fastbert.models.parts import place_parts
+from fastbert.models.parts import Run, place_parts
 from fastbert.packed_inputs import ModelInputs, PackedInputs, labels_of
 from fastbert.packing import PADDED_LABELS, PackedBatch, checks_values
 
 
-@dataclass(frozen=True)
-class Encoded:
+class Encoded(NamedTuple):
     """What a base model made of a batch: packed hidden states (total_tokens, hidden_size). input_ids: int64
     (total_tokens,), where it was made from them.
     """
@@ -69,7 +67,7 @@ class HeadModel(PreTrainedModel):
         super().__init__(config)
         self.add_module(self.family.prefix, self.base_class(self.config, add_pooling_layer=self.needs_pooler))
         self.build_head(self.config)
-        place_parts(self, self.parts())
+        place_parts(self, self.callable_parts())
         self.draw_weights()
         if self.family.heads_first:  # an optimizer's saved state goes by the order of parameters
             self._modules[self.family.prefix] = self._modules.pop(self.family.prefix)
@@ -77,8 +75,8 @@ class HeadModel(PreTrainedModel):
     def build_head(self, config: EncoderConfig) -> None:
         raise NotImplementedError
 
-    def parts(self) -> dict[str, Callable]:
-        """`head_parts` of its containers."""
+    def callable_parts(self) -> dict[str, Run]:
+        """Its `head_parts`."""
         raise NotImplementedError
 
     def check_options(self, options: dict, batch: PackedBatch) -> dict:

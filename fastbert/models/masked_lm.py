@@ -192,13 +192,13 @@ class MaskedLMHeadModel(HeadModel):
         """`token_scores`, by way of all containers of the head that have hooks."""
         return within(self, self.outer_container, self.token_scores, packed)
 
-    def parts(self):
+    def callable_parts(self):
         runs = {
             self.dense_container: self.transformed,
             self.inner_container: self.scored,
             self.outer_container: self.token_scores,
         }
-        return head_parts(self, runs)
+        return head_parts(runs)
 
     @property
     def dense_container(self) -> str | None:
@@ -292,8 +292,8 @@ class ForNextSentencePrediction(HeadModel):
         """(batch, hidden_size) -> (batch, 2), inside of the head's container."""
         return linear(get_leaf(self, self.head_spec.out), pooled)
 
-    def parts(self):
-        return head_parts(self, {parent_of(self.head_spec.out): self.scored})
+    def callable_parts(self):
+        return head_parts({parent_of(self.head_spec.out): self.scored})
 
     def check_options(self, options, batch):
         classes = self.classes_at(self.head_spec.out)
@@ -395,8 +395,8 @@ class ForPreTraining(MaskedLMHeadModel):
         scope = parent_of(self.head_spec.pair)
         return None if scope == self.outer_container else scope
 
-    def parts(self):
+    def callable_parts(self):
         runs = {self.pair_container: self.pair_scored}
         if self.pair_container is None:
             runs[self.outer_container] = self.both_scored
-        return super().parts() | head_parts(self, runs)
+        return super().callable_parts() | head_parts(runs)

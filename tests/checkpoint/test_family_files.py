@@ -13,7 +13,7 @@ import torch
 import transformers
 from family_configs import config_for, make_config
 from full import halved, left_to_full
-from hf import FAMILIES, families_axis, hf_class, hf_config, make_hf, make_ours
+from hf import FAMILIES, families_axis, hf_class, hf_config, hf_config_class, make_hf, make_ours
 from precise import assert_as_theirs
 from safetensors.torch import load_file, save_file
 
@@ -190,7 +190,7 @@ def test_unequal_parts(index, monkeypatch, tmp_path):
 def test_config_entries_are_kept(model_type, tmp_path):
     """What transformers writes into config.json, with unknown entries: after loading and saving the same."""
     config = make_config(model_type, 0)
-    theirs = transformers.CONFIG_MAPPING[model_type].from_dict(
+    theirs = hf_config_class(model_type).from_dict(
         {**config.to_dict(), "somebodys_own": {"list": [1, 2.5, None]}, "torch_dtype": "float32"}
     )
     theirs._attn_implementation = None
@@ -210,7 +210,7 @@ def test_config_entries_are_kept(model_type, tmp_path):
 def test_defaults(model_type):
     """A config.json that says nothing means what it means to transformers."""
     config = EncoderConfig.from_dict({"model_type": model_type})
-    theirs = transformers.CONFIG_MAPPING[model_type]().to_dict()
+    theirs = hf_config_class(model_type)().to_dict()
     for name, value in config.to_dict().items():
         if None not in (value, theirs.get(name)) and name not in ("id2label", "label2id"):
             assert value == theirs[name], (name, value, theirs[name])
@@ -254,7 +254,7 @@ def test_entries_of_old_files(model_type, number, tmp_path):
     entries = make_config(model_type, 0).to_dict()
     entries = {key: value for key, value in entries.items() if key not in ("rope_parameters", "layer_types")}
     entries = json.loads(json.dumps({**entries, **OLD[model_type][number]}))
-    theirs = transformers.CONFIG_MAPPING[model_type].from_dict(dict(entries))
+    theirs = hf_config_class(model_type).from_dict(dict(entries))
     theirs._attn_implementation = "eager"
     model = hf_class(model_type, "Model")(theirs).eval()
     config = EncoderConfig.from_dict(entries)

@@ -8,10 +8,9 @@ import json
 import pickle
 
 import pytest
-import transformers
 from family_configs import NUM_CONFIGS, make_config
 from full import left_to_full
-from hf import families_axis, hf_config
+from hf import families_axis, hf_config, hf_config_class
 from tiny import edit_config
 
 from fastbert.config import _OWN_FIELDS, EncoderConfig
@@ -74,7 +73,7 @@ def is_worked_out(model_type: str, name: str, value) -> bool:
 @families_axis
 def test_defaults_are_those_of_transformers(model_type):
     """A config.json that holds nothing but the family's name means the same in both libraries."""
-    theirs = transformers.CONFIG_MAPPING[model_type]()
+    theirs = hf_config_class(model_type)()
     ours = EncoderConfig.from_dict({"model_type": model_type})
     for name, value in ours.to_dict().items():
         expected = {int(i): label for i, label in value.items()} if name == "id2label" else value

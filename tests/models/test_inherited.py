@@ -235,7 +235,8 @@ def test_positions_are_resized(tmp_path):
 
 def test_adapters_without_peft_model(tmp_path):
     """transformers' own way to PEFT: add_adapter, save_pretrained (the adapter alone), load_adapter."""
-    peft = pytest.importorskip("peft")
+    least = pytest.importorskip("transformers.integrations.peft").MIN_PEFT_VERSION
+    peft = pytest.importorskip("peft", minversion=least)
     lora = peft.LoraConfig(r=4, target_modules=["query", "value"], init_lora_weights=False)
     (ours, theirs), (fresh, _) = pair(), pair()
     plain = ours(IDS).logits

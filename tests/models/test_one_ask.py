@@ -83,7 +83,6 @@ INFERENCE = {
     "windows": (lambda: own("modernbert"), lambda model: model(IDS, PADDED)),
     "accelerated, ones": (live, lambda model: model(IDS, ONES)),
     "accelerated, padded": (live, lambda model: model(IDS, PADDED)),
-    "accelerated, refused": (lambda: hooked(live()), lambda model: model(IDS, PADDED)),
     "accelerated, windows": (lambda: live("ModernBert"), lambda model: model(IDS, PADDED)),
 }
 

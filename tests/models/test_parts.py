@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from typing import Any
 
@@ -11,8 +12,17 @@ import torch
 from batches import make_batch
 from family_configs import config_for, make_config
 from full import left_to_full
-from hf import families_axis, is_left_out, leaf_gradients, make_hf, make_oracle, make_ours, models_axis
-from kinds import of_every_kind, of_every_kind_of_head
+from hf import (
+    MODELS,
+    families_axis,
+    hf_class,
+    hf_config,
+    leaf_gradients,
+    make_hf,
+    make_oracle,
+    make_ours,
+)
+from kinds import FEW, of_every_kind, of_every_kind_of_head
 from seeds import torch_generator
 from theirs import by_choice, mend
 from torch import nn
@@ -20,8 +30,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 import fastbert
 from fastbert.errors import InputError
+from fastbert.families import FAMILIES
+from fastbert.families.schema import ClassifierHead
 from fastbert.layer_spec import Disentangled
-from fastbert.models.parts import Part
+from fastbert.layers.leaves import Container
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 
@@ -74,10 +86,17 @@ def results(module: nn.Module, call: tuple[tuple, dict], real: torch.Tensor, dty
     return [*made, *(t.grad for t in leaves[:1] if t.grad is not None), *(grads[name] for name in sorted(grads))]
 
 
+def has_parts(model_type: str, head: str) -> bool:
+    """Not those whose head is a Linear or two right below the model."""
+    form = FAMILIES[model_type].heads.get(head)
+    return not isinstance(form, ClassifierHead) or "." in form.out or "." in (form.dense or "")
+
+
+# A mask makes rows of scores, tables of columns and packed tokens: without one there is less of each.
 @of_every_kind_of_head()
-@left_to_full(lambda p: p["mask"] == "right" and is_left_out(p, of=3))
+@left_to_full(lambda p: p["mask"] == "none" and p["model_type"] not in FEW)
 @pytest.mark.parametrize("mask", ("none", "right"))
-@models_axis
+@pytest.mark.parametrize(("model_type", "head"), [model for model in MODELS if has_parts(*model)])
 def test_as_transformers_calls_its_own(model_type, head, mask):
     """With all that its model passes: masks of scores, rotary tables, rows of distances."""
     config = config_for(model_type, head)
@@ -95,6 +114,25 @@ def test_as_transformers_calls_its_own(model_type, head, mask):
         exact = results(make_oracle(theirs.get_submodule(path)), call, real, torch.float64)
         for one, two, three in zip(found, near, exact, strict=True):
             assert_close_to_reference(one, three, two, GRADIENT_FACTOR)
+
+
+@families_axis
+def test_arguments_by_position(model_type):
+    """A family's file has transformers' order, up to the last argument that means something here."""
+    with torch.device("meta"):
+        theirs = hf_class(model_type, "Model")(hf_config(config := make_config(model_type)))
+
+    def names(path: str) -> list[str]:
+        """A cache changed its name."""
+        found = list(inspect.signature(type(theirs.get_submodule(path)).forward).parameters)[1:]
+        return ["cache" if name == "past_key_values" else name for name in found]
+
+    calls = config.family.hf_class
+    of_layer = ("hidden_states", *calls.layer_arguments)
+    assert tuple(names(config.layer_paths[0])[: len(of_layer)]) == of_layer
+    if config.scopes.embeddings is not None:
+        of_embeddings = tuple(names(config.scopes.embeddings))
+        assert of_embeddings[: len(calls.embedding_arguments)] == calls.embedding_arguments
 
 
 def tables(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -141,7 +179,7 @@ def test_packed_and_masked_in_every_form(model_type):
         if encoder is not None and not config.scopes.projects:
             whole = first_of(ours.get_submodule(encoder)(hidden, real))
             assert torch.equal(first_of(ours.get_submodule(encoder)(hidden[real], **layout)), whole[real])
-        if ours.has_pooler and isinstance(getattr(ours.pooler, "part", None), Part):
+        if ours.has_pooler and isinstance(ours.pooler, Container):
             assert torch.equal(ours.pooler(hidden), ours.pooler(hidden[real], cu_seqlens=layout["cu_seqlens"]))
 
 
@@ -185,6 +223,7 @@ ERRORS = {
         InputError,
         "exclude each other",
     ),
+    "another batch": (lambda m, x: m.encoder.layer[0](x, torch.ones(3, 1, 5, 5)), InputError, r"it must be \(2, 5\)"),
     "an id": (lambda m, x: m.embeddings(torch.full((2, 5), 10**6)), InputError, "input_ids holds 1000000"),
 }
 

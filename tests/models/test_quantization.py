@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-import transformers
 from family_configs import config_for
 from full import left_to_full
 from hf import hf_class, is_left_out, make_hf, models_axis, randomise
@@ -87,7 +86,7 @@ def test_every_model_and_its_files(model_type, head, tmp_path):
     assert_same_state(again, state(model))
     assert torch.equal(run(again, inputs), out) and not any(p.requires_grad for p in again.parameters())
     with pytest.raises(ValueError, match="Make sure that the model has been correctly quantized"):
-        getattr(transformers, type(model).__name__).from_pretrained(tmp_path)
+        hf_class(model_type, head).from_pretrained(tmp_path)
 
 
 def test_the_old_weights_are_freed():

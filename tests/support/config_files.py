@@ -6,9 +6,8 @@ import copy
 import warnings
 
 import torch
-import transformers
 from family_configs import few_heads
-from hf import cast, hf_class, make_oracle, make_ours, randomise
+from hf import cast, hf_class, hf_config_class, make_oracle, make_ours, randomise
 from judging import NUDGES, Results, assert_all_close, judge, nudged
 from torch import nn
 
@@ -28,7 +27,7 @@ def file_of(model_type: str, **entries) -> dict:
 
 def built(file: dict) -> nn.Module:
     """transformers' model of a config.json, as it makes its weights."""
-    config = transformers.CONFIG_MAPPING[file["model_type"]].from_dict(copy.deepcopy(file))
+    config = hf_config_class(file["model_type"]).from_dict(copy.deepcopy(file))
     config._attn_implementation = "eager"
     return hf_class(file["model_type"], "Model")(config)
 

@@ -217,7 +217,7 @@ class TheirMethods(CheckpointMixin):
         """transformers' function of that name."""
         from transformers.loss.loss_utils import LOSS_MAPPING
 
-        return None if self.loss_type is None else LOSS_MAPPING[self.loss_type]
+        return LOSS_MAPPING.get(self.loss_type or "")
 
     @loss_function.setter
     def loss_function(self, value: Any) -> None:

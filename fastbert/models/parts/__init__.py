@@ -5,7 +5,8 @@ pooler and heads. They take hidden states (batch, columns, width), or packed one
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,78 +31,69 @@ from fastbert.packed_inputs import ModelInputs
 from fastbert.packing import PackedBatch
 
 _NOTHING = EmbeddingIds(None, None, None, None, None)
+Run = Callable[..., Any]  # (model, module, *what the user passed)
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
-    """A user's call of the module at `path` below a model: `run` gets a model of `cls` that holds nothing else, the
-    module, and what the user passed.
+def _call(cls: type[nn.Module], config: EncoderConfig, path: str, run: Run, module: nn.Module, *args, **options) -> Any:
+    """A user's call of the module at `path` below a model: `run` gets a model of `cls` that holds nothing else."""
+    model: Any = cls.__new__(cls)
+    nn.Module.__init__(model)
+    model.config, model.training, model.calls = config, module.training, Calls()
+    model.gradient_checkpointing = model.has_pooler = False
+    set_module(model, path, module)
+    return run(model, module, *args, **options)
+
+
+def _scored(
+    compute: Callable[..., Any],
+    pools: bool,
+    model: Any,
+    module: nn.Module,
+    *hidden: torch.Tensor,
+    cu_seqlens: torch.Tensor | None = None,
+    **named: Any,
+) -> Any:
+    """Of a head or a pooler: what `compute`, a method of the model's class, makes of vectors.
+
+    pools: of the first column of each sequence, which is a vector; else of each hidden state. Arguments by name are in
+    their order: transformers' heads have many names for them.
     """
-
-    cls: type[nn.Module]
-    config: EncoderConfig
-    path: str
-    run: Callable[..., Any]
-
-    def __call__(self, module: nn.Module, *args: Any, **options: Any) -> Any:
-        model: Any = self.cls.__new__(self.cls)
-        nn.Module.__init__(model)
-        model.config, model.training, model.calls = self.config, module.training, Calls()
-        model.gradient_checkpointing = model.has_pooler = False
-        set_module(model, self.path, module)
-        return self.run(model, module, *args, **options)
+    states = [*hidden, *(value for value in named.values() if value is not None)]
+    for x in states:
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dim() < 2:
+            raise InputError(f"a head takes hidden states, not {_shape_of(x)}")
+    if pools:
+        return compute(model, *(_first_of(x, cu_seqlens) for x in states))
+    made = compute(model, *(x.flatten(0, -2) for x in states))
+    if isinstance(made, tuple):
+        return tuple(one.unflatten(0, x.shape[:-1]) for one, x in zip(made, states, strict=True))
+    return made.unflatten(0, states[0].shape[:-1])
 
 
-@dataclass(frozen=True)
-class Scored:
-    """`Part.run` of a head or a pooler: what `compute`, a method of the model's class, makes of vectors.
-
-    pools: of each sequence's first column, which is a vector; else of each hidden state.
-    """
-
-    compute: Callable[..., Any]
-    pools: bool = False
-
-    def __call__(
-        self, model: Any, module: nn.Module, *hidden: torch.Tensor, cu_seqlens: torch.Tensor | None = None, **named: Any
-    ) -> Any:
-        """Arguments by name are in their order: transformers' heads have many names for them."""
-        states = [*hidden, *(value for value in named.values() if value is not None)]
-        for x in states:
-            if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dim() < 2:
-                raise InputError(f"a head takes hidden states, not {_shape_of(x)}")
-        if self.pools:
-            return self.compute(model, *(_first_of(x, cu_seqlens) for x in states))
-        made = self.compute(model, *(x.flatten(0, -2) for x in states))
-        if isinstance(made, tuple):
-            return tuple(one.unflatten(0, x.shape[:-1]) for one, x in zip(made, states, strict=True))
-        return made.unflatten(0, states[0].shape[:-1])
+def head_parts(runs: Mapping[str | None, Any], pools: bool = False) -> dict[str, Run]:
+    """By path, of methods that run inside of the containers of a head; None: there is no such container."""
+    return {path: partial(_scored, run.__func__, pools) for path, run in runs.items() if path is not None}
 
 
-def head_parts(model: nn.Module, runs: Mapping[str | None, Callable], pools: bool = False) -> dict[str, Callable]:
-    """path -> `Part.run`, of the methods that run inside of the containers of a head; None: there is no such one."""
-    return {path: Scored(run.__func__, pools) for path, run in runs.items() if path is not None}  # type: ignore[attr-defined]
-
-
-def encoder_parts(config: EncoderConfig, has_pooler: bool) -> dict[str, Callable]:
-    """path -> `Part.run`, of a base model."""
+def encoder_parts(config: EncoderConfig, has_pooler: bool) -> dict[str, Run]:
+    """By path, of a base model."""
     scopes, pooler = config.scopes, parent_of(config.family.pooler or "")
-    parts: dict[str | None, Callable] = {scopes.embeddings: _call_embeddings, scopes.encoder: _call_encoder}
+    parts: dict[str | None, Run] = {scopes.embeddings: _call_embeddings, scopes.encoder: _call_encoder}
     parts |= dict.fromkeys(scopes.groups, _call_group)
     if has_pooler:
-        parts[pooler] = Scored(_pooled, pools=True)
+        parts[pooler] = partial(_scored, _pooled, True)
     family = config.family
     parts |= {family.path_of_layer(config, i): _call_layer for i in range(config.num_unique_layers)}
     return {path: run for path, run in parts.items() if path is not None}
 
 
-def place_parts(model: Any, parts: Mapping[str, Callable]) -> None:
+def place_parts(model: Any, parts: Mapping[str, Run]) -> None:
     """Tell the modules at these paths below a model what calling them computes."""
     for path, run in parts.items():
         parent, _, name = path.rpartition(".")
-        modules = (get_leaf(model, parent) if parent else model)._modules
+        modules: dict[str, Any] = (get_leaf(model, parent) if parent else model)._modules
         if name in modules:  # a model made without layers has no encoder
-            modules[name].__dict__["part"] = Part(type(model), model.config, path, run)
+            modules[name].part = partial(_call, type(model), model.config, path, run)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -157,6 +149,9 @@ def _key_mask(mask: torch.Tensor | None, x: torch.Tensor, window: tuple[int, int
     if mask is None or mask.dim() < 3:
         return mask
     mask = mask if mask.dim() == 4 else mask[:, None]
+    batch_size, seqlen = x.shape[:2]
+    if mask.shape[0] not in (1, batch_size) or mask.shape[2] not in (1, seqlen) or mask.shape[3] != seqlen:
+        raise InputError(f"attention_mask has shape {tuple(mask.shape)}; it must be ({batch_size}, {seqlen})")
     allowed = mask > 0
     if mask.is_floating_point() and not allowed.any():
         allowed = mask == 0
@@ -174,7 +169,7 @@ def _key_mask(mask: torch.Tensor | None, x: torch.Tensor, window: tuple[int, int
         raise InputError(
             "attention_mask hides something else than padding: give (batch, columns), 1 at real tokens and 0 at padding"
         )
-    return keys[:, 0].expand(x.shape[:2])
+    return keys[:, 0].expand(batch_size, seqlen)
 
 
 # --------------------------------------------------------------------------------------------------------------------
