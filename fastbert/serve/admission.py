@@ -71,7 +71,8 @@ class AdmissionControl:
                 self.requests -= 1
         except RequestError as error:
             self.metrics.failures.labels(error.kind).inc()
-            await error_response(scope, error.kind, str(error))(scope, receive, send)
+            headers = {"connection": "close"} if error.kind == "slow" else {}  # or its body would go on coming
+            await error_response(scope, error.kind, str(error), headers=headers)(scope, receive, send)
 
     async def _post(self, scope: dict, receive: Any, send: Any) -> None:
         try:

@@ -28,9 +28,6 @@ STATUS = {
     "slow": 408,
     "timeout": 503,
     "stopping": 503,
-    "busy": 503,
-    "headers": 431,
-    "http": 400,
     "internal": 500,
 }
 RETRY_AFTER_S = "1"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+import signal
 import socket
 import ssl
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,15 +24,15 @@ except ImportError:  # Chunks
 from fastbert.importing import collector_spares_what_is_there
 from fastbert.native.cores import cores, usable_threads
 from fastbert.native.memory import bound_arenas
+from fastbert.native.signals import set_handler
 from fastbert.packed_weights import keep_packed_only
+from fastbert.serve.access_log import AccessLog, RequestLog
 from fastbert.serve.app import make_app
 from fastbert.serve.engine import load_engine
-from fastbert.serve.http.access_log import AccessLog, RequestLog
-from fastbert.serve.http.protocol import SPARE, Bounded, Bounds, only_live
-from fastbert.serve.http.server import HttpServer
 from fastbert.serve.limits import Limits
 
-SPARE_FILES = 64  # of those that the process may open: libraries, threads, the listening socket, SPARE connections
+SPARE_FILES = 64  # of those that the process may open: libraries, threads, the listening socket
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -72,19 +75,56 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def connections(requests: int, has_tls: bool = False) -> int:
-    """How many may be open: twice the requests, if the process may open so many files. It then may. With TLS as many
-    more may be in a handshake.
-    """
+def connections(requests: int) -> int:
+    """How many may be open: twice the requests, if the process may open so many files. It then may."""
     if resource is None:
         return 2 * requests
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = 2 if has_tls else 1
-    wanted = files * (2 * requests + SPARE_FILES)
+    wanted = 2 * requests + SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return 2 * requests if soft == resource.RLIM_INFINITY else min(2 * requests, max(1, soft // files - SPARE_FILES))
+    return 2 * requests if soft == resource.RLIM_INFINITY else min(2 * requests, max(1, soft - SPARE_FILES))
+
+
+class Uvicorn(uvicorn.Server):
+    """Which calls `on_open()` when it listens, and leaves nothing behind after a second Ctrl-C: uvicorn leaves the
+    requests, and with them the threads that compute.
+    """
+
+    def __init__(self, config: uvicorn.Config, on_open: Callable[[], None]):
+        super().__init__(config)
+        self.on_open = on_open
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.on_open()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:
+            if tasks := set(self.server_state.tasks):
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+            await self.lifespan.shutdown()
+
+
+@contextmanager
+def signals_stop(server: uvicorn.Server) -> Iterator[None]:
+    """SIGINT and SIGTERM end what it does in order, and not the process: uvicorn raises them once more at its end, for
+    the handlers that were there. When it has stopped, the process ignores them: all is answered, and one more Ctrl-C
+    must not make a killed process of a clean end while Python exits.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, server.handle_exit) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            set_handler(number, signal.SIG_IGN if server.started else handler)
 
 
 def make_server(
@@ -94,26 +134,21 @@ def make_server(
     on_open: Callable[[], None] = lambda: None,
     web: Web = Web(),
     log: Callable[[str], None] = lambda line: None,
-) -> HttpServer:
-    logged = RequestLog(only_live(app), web.access_log, log)
-    bounds = Bounds(limits.timeout_s, max_connections, logged)
-    return HttpServer(
-        uvicorn.Config(
-            logged,
-            lifespan="on",
-            http=partial(Bounded, bounds),  # type: ignore[arg-type]  # uvicorn calls it
-            ws="none",
-            log_level="error",
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=round(2 * limits.timeout_s) + 1,
-            root_path=web.root_path,
-            ssl_certfile=web.certfile,
-            ssl_keyfile=web.keyfile,
-        ),
-        on_open,
-        max_entering=max_connections + SPARE,
+) -> Uvicorn:
+    config = uvicorn.Config(
+        RequestLog(app, web.access_log, log),
+        lifespan="on",
+        ws="none",
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        limit_concurrency=max_connections,
+        timeout_graceful_shutdown=round(2 * limits.timeout_s) + 1,
+        root_path=web.root_path,
+        ssl_certfile=web.certfile,
+        ssl_keyfile=web.keyfile,
     )
+    return Uvicorn(config, on_open)
 
 
 def serve(
@@ -169,9 +204,8 @@ def serve(
     serving = f"serving {engine.name} ({what}) at {shown}, described at {shown}/openapi.json"
     if on_cpu:
         serving += f"; {workers} thread{'s' if workers > 1 else ''} compute ({cores()})"
-    most = connections(limits.max_concurrent_requests, has_tls=web.certfile is not None)
-    server = make_server(app, limits, most, lambda: say(serving), web, log)
-    with collector_spares_what_is_there():
+    server = make_server(app, limits, connections(limits.max_concurrent_requests), lambda: say(serving), web, log)
+    with collector_spares_what_is_there(), signals_stop(server):
         server.run(sockets=[bound])
     outcomes = app.state.outcomes
     cut_off = f", cut off {outcomes.cut_off}" if outcomes.cut_off else ""

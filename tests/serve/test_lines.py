@@ -13,9 +13,9 @@ import pytest
 import tiny
 from test_server import page, post, served
 
-import fastbert.serve.http.lines as lines_module
-from fastbert.serve.http.access_log import lost
-from fastbert.serve.http.lines import Lines
+import fastbert.serve.lines as lines_module
+from fastbert.serve.access_log import lost
+from fastbert.serve.lines import Lines
 
 
 def read_all(end: int) -> list[str]:

@@ -7,9 +7,7 @@ import gc
 import http.client
 import json
 import re
-import signal
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,14 +17,12 @@ import pytest
 import tiny
 import warm
 from command_line import ENVIRONMENT, command_without, fails, run_python
-from full import left_to_full
 from precise import assert_close_to_theirs
 
 from fastbert import SentenceEncoder
 from fastbert.errors import CheckpointError
 from fastbert.serve.app import Limits
-from fastbert.serve.http.server import HttpServer
-from fastbert.serve.run import serve
+from fastbert.serve.run import Uvicorn, serve
 
 pytestmark = pytest.mark.dear_to_set_up
 
@@ -88,27 +84,6 @@ def test_many_clients_share_batches_and_get_encodes_vectors(model):
     batches = float(re.search(r"^te_batch_next_size_count (\S+)$", metrics, re.MULTILINE)[1])
     assert batches < len(requests)  # requests met in batches
     assert "te_request_failure" not in re.sub(r"^#.*$", "", metrics, flags=re.MULTILINE)
-
-
-@left_to_full(lambda p: p["number"] == signal.SIGINT)  # SIGINT's way is SIGTERM's
-@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGINT))
-def test_a_signal_lets_what_was_accepted_finish(model, number):
-    """32 requests in the queue, then the signal: all are answered, new ones are not, the exit code is 0."""
-    inputs = texts(32, 60)
-    with served(model) as (process, port), ThreadPoolExecutor(32) as clients:
-        waiting = [clients.submit(post, port, {"inputs": inputs}) for _ in range(32)]
-        deadline = time.monotonic() + 120
-        while 'te_request_count_total{method="batch"} 32.0' not in page(port, "/metrics"):
-            assert time.monotonic() < deadline
-        process.send_signal(number)
-        answers = [future.result() for future in waiting]
-        stderr = process.communicate(timeout=120)[1]
-    assert process.returncode == 0
-    assert stderr == "fastbert: stopped: answered 32, refused 0\n"
-    assert [status for status, _ in answers] == [200] * 32
-    assert all(np.shape(vectors) == (32, 256) for _, vectors in answers)
-    with pytest.raises(OSError):
-        socket.create_connection(("127.0.0.1", port), 5)
 
 
 def test_clients_that_vanish_or_talk_rubbish(model):
@@ -181,7 +156,7 @@ def test_an_open_door_is_told(tmp_path, host, key, said):
 def test_what_stays_is_not_looked_through_for_garbage(tmp_path, monkeypatch):
     """Each look took 0.1 s, of all requests. It is over when the server is: `serve` is a function, too."""
     done: list[str] = []
-    for place, name in ((gc, "freeze"), (gc, "unfreeze"), (HttpServer, "run")):
+    for place, name in ((gc, "freeze"), (gc, "unfreeze"), (Uvicorn, "run")):
         monkeypatch.setattr(place, name, lambda *args, name=name, **options: done.append(name))
     serve(str(tiny.write_model(tmp_path)), host="127.0.0.1", port=0, limits=Limits(), say=print)
     assert done[-3:] == ["freeze", "run", "unfreeze"]

@@ -1,27 +1,25 @@
-"""SIGTERM with requests at every point of their way: what was sent whole before is answered or refused, never reset."""
+"""The end after a signal, with requests in flight; after a second Ctrl-C; and after many signals."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny
 from full import left_to_full
-from test_server import served, texts
+from test_server import page, post, served, texts
 
 BODY = json.dumps({"inputs": texts(32, 60)}).encode()
 POST = b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(BODY), BODY)
-BAD = b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
-GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
-CLIENTS = 64
+IN_FLIGHT = 50
 
 pytestmark = pytest.mark.dear_to_set_up
 
@@ -31,10 +29,30 @@ def model(tmp_path_factory) -> Path:
     return tiny.write_model(tmp_path_factory.mktemp("served"), hidden_size=256, num_hidden_layers=4)
 
 
-def wait_until_closed(port: int) -> None:
-    with pytest.raises(ConnectionRefusedError):
-        while True:
-            socket.create_connection(("127.0.0.1", port), 300).close()
+def wait_for_requests(port: int) -> None:
+    """Until the server has read as many as are sent."""
+    deadline = time.monotonic() + 120
+    while f'te_request_count_total{{method="batch"}} {IN_FLIGHT}.0' not in page(port, "/metrics"):
+        assert time.monotonic() < deadline
+
+
+@left_to_full(lambda p: p["number"] == signal.SIGINT)  # SIGINT's way is SIGTERM's
+@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGINT))
+def test_a_signal_lets_what_is_in_flight_finish(model, number):
+    """All are answered, new ones are not, the exit code is 0."""
+    inputs = texts(32, 60)
+    with served(model) as (process, port), ThreadPoolExecutor(IN_FLIGHT) as clients:
+        waiting = [clients.submit(post, port, {"inputs": inputs}) for _ in range(IN_FLIGHT)]
+        wait_for_requests(port)
+        process.send_signal(number)
+        answers = [future.result() for future in waiting]
+        stderr = process.communicate(timeout=120)[1]
+    assert process.returncode == 0
+    assert stderr == f"fastbert: stopped: answered {IN_FLIGHT}, refused 0\n"
+    assert [status for status, _ in answers] == [200] * IN_FLIGHT
+    assert all(np.shape(vectors) == (32, 256) for _, vectors in answers)
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", port), 5)
 
 
 def answers(opened: socket.socket) -> list[int]:
@@ -51,50 +69,17 @@ def answers(opened: socket.socket) -> list[int]:
     return found
 
 
-@left_to_full(lambda p: p["without"] != ())
-@pytest.mark.parametrize("without", ((), ("uvloop",)))
-def test_what_was_sent_whole_is_answered(model, without: Sequence[str]):
-    """Half of the clients are inside, the others at the door, and four send three requests before the first answer.
-
-    The process is held while they send, so that for certain nothing of it was read when the signal comes.
-    """
-    with served(model, without=without) as (process, port), contextlib.ExitStack() as stack:
-
-        def connect() -> socket.socket:
-            return stack.enter_context(socket.create_connection(("127.0.0.1", port), 300))
-
-        inside = [connect() for _ in range(CLIENTS // 2)]
-        for one in inside:
-            one.sendall(GET)
-            assert b" 200 OK" in one.recv(1 << 16)  # so it is inside
-        os.kill(process.pid, signal.SIGSTOP)
-        opened = [*inside, *(connect() for _ in range(CLIENTS - len(inside)))]
-        sent = [[BAD] if i % 8 == 0 else [POST] * 3 if i % 8 == 1 else [POST] for i in range(CLIENTS)]
-        for one, requests in zip(opened, sent, strict=True):
-            for request in requests:
-                one.sendall(request)
-        process.send_signal(signal.SIGTERM)
-        os.kill(process.pid, signal.SIGCONT)
-        found = [answers(one) for one in opened]
-        stderr = process.communicate(timeout=300)[1]
-    for statuses, requests in zip(found, sent, strict=True):
-        assert len(statuses) == len(requests) and all(
-            status == 422 if request is BAD else status in (200, 503)
-            for status, request in zip(statuses, requests, strict=True)
-        ), found
-    told = [status for statuses in found for status in statuses]
-    assert process.returncode == 0
-    assert stderr == f"fastbert: stopped: answered {told.count(200)}, refused {len(told) - told.count(200)}\n"
-
-
 def test_a_second_ctrl_c_refuses_what_waits(model):
     """At once: what is not computed gets 503, and nothing of the server's insides is printed."""
     with served(model) as (process, port), contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(socket.create_connection(("127.0.0.1", port), 300)) for _ in range(CLIENTS)]
+        opened = [stack.enter_context(socket.create_connection(("127.0.0.1", port), 300)) for _ in range(IN_FLIGHT)]
         for one in opened:
             one.sendall(POST)
+        wait_for_requests(port)
         process.send_signal(signal.SIGINT)
-        wait_until_closed(port)
+        with pytest.raises(ConnectionError):  # once it has seen the signal
+            while True:
+                socket.create_connection(("127.0.0.1", port), 300).close()
         process.send_signal(signal.SIGINT)
         found = [answers(one) for one in opened]
         stderr = process.communicate(timeout=300)[1]

@@ -8,13 +8,10 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from urllib.parse import quote
 
-from fastbert.serve.request_errors import TOLD, error_response, shortened
-
-if TYPE_CHECKING:
-    from starlette.responses import Response
+from fastbert.serve.request_errors import TOLD, shortened
 
 ID = b"x-request-id"
 _VALID_ID = re.compile(rb"[\w.:-]{1,128}")  # of a proxy, or of a client: nothing that could be another line
@@ -69,14 +66,6 @@ class RequestLog:
             if self.log_format is not None or status >= 400:
                 seconds = time.perf_counter() - began
                 self.write(self._line(scope, own, status, sent, seconds, told))
-
-    def refused(self, scope: dict, error_type: str, message: str) -> Response:
-        """The answer to what is refused before it is handed on, when its line has been written."""
-        told: dict[str, str] = {}
-        answer = error_response({**scope, TOLD: told}, error_type, message)
-        answer.headers[ID.decode()] = own = id_of(scope)
-        self.write(self._line(scope, own, answer.status_code, len(answer.body), 0.0, told))
-        return answer
 
     def _line(self, scope: dict, own: str, status: int, sent: int, seconds: float, told: dict[str, str]) -> str:
         """status 0: the client had gone before it was answered."""
