@@ -37,7 +37,7 @@ from seeds import SEED, manual_seed
 from torch import distributed as dist
 
 import fastbert
-from benchmarks.gpu.simulated import interpreter
+import interpreter
 
 collector.install()
 judging.install()

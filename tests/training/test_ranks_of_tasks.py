@@ -19,7 +19,7 @@ from test_pretraining_ranks import make_task as two_models
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from training_runs import ALONE, losses_of
 
-from benchmarks.gpu.simulated import interpreter
+import interpreter
 from fastbert.backend import use_backend
 from fastbert.native.availability import triton_error
 from fastbert.training.distributed import ProcessGroup, wrap
