@@ -20,8 +20,9 @@ from fastbert.native.dict_entries import dict_entries
 class ModuleGuard:
     """Modules of a tree, and all that decided what calling them did when they were watched.
 
-    Weights that change in place never count. Everything is held by the dict that holds it and its name there. Of the root neither the module nor its dict is
-    held: it may keep this itself, and must be freed with the last reference to it.
+    Weights that change in place never count. Everything is held by the dict that holds it and its name there. Of the
+    root neither the module nor its dict is held: it may keep this itself, and must be freed with the last reference to
+    it.
     """
 
     def __init__(self, root: nn.Module):
