@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 FIRST_IMPORTS := import torch, transformers.models.bert.modeling_bert
 SOURCES := setup.py build_backend.py fastbert/native/recipe.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
-.PHONY: demo test checked lint type format docs unit facts simulated test-full sanitize fuzz bench bench-ops gpu clean help
+.PHONY: demo test checked lint type format docs unit test-full sanitize fuzz bench bench-ops gpu clean help
 
 help:           ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 12
@@ -110,15 +110,8 @@ UNIT := $(BIN)/python -m pytest -n 2 --dist worksteal
 unit: $(VENV)/.installed-test  ## pytest
 	@$(UNIT)
 
-facts: $(VENV)/.installed-test  ## compile every GPU kernel and write down what the machine code tells, for make test
-	@PYTHONPATH=.:tests/support $(BIN)/python tests/support/facts.py
-
-# Where the files that it goes by are those of the last green run, which its stamp says, there is nothing to run.
-simulated: $(VENV)/.installed-test  ## a GPU's code without one: interpreter, dry launches, tapes, emulation
-	@$(BIN)/python tests/support/simulated.py || { $(UNIT) -m "simulated and not full" && $(BIN)/python tests/support/simulated.py --stamp; }
-
 test-full: $(VENV)/.installed-test  ## what make test leaves out: every architecture, a wheel, cases whose path others take
-	@FASTBERT_TEST_SEED=$${FASTBERT_TEST_SEED:-$$(($$(date +%s) % 4000 + 1))} $(BIN)/python -m pytest -n 2 --dist worksteal -m "full or simulated"
+	@FASTBERT_TEST_SEED=$${FASTBERT_TEST_SEED:-$$(($$(date +%s) % 4000 + 1))} $(BIN)/python -m pytest -n 2 --dist worksteal -m full
 
 # A build of its own with AddressSanitizer and UBSan, and the tests of every C++ kernel on it. What torch and Python leak
 # at exit is not ours, hence no leak detection; the first finding ends the run. AMX and AVX-VNNI, which few machines have,

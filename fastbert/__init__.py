@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from fastbert.backend_report import backends as backends
     from fastbert.bulk.ray_engine import ray_encode as ray_encode
     from fastbert.config import EncoderConfig as EncoderConfig
-    from fastbert.cuda_graphs import graphs as graphs
     from fastbert.data.chunks import Windows as Windows
     from fastbert.data.collator import PackingCollator as PackingCollator
     from fastbert.errors import BackendError as BackendError
@@ -59,7 +58,6 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from fastbert.sentences.spans.question_answerer import QuestionAnswerer as QuestionAnswerer
     from fastbert.sentences.spans.token_classifier import TokenClassifier as TokenClassifier
     from fastbert.sentences.sparse_encoder import SparseEncoder as SparseEncoder
-    from fastbert.training.graphed import graphed_step as graphed_step
 
 _MODULES: dict[str, tuple[str, ...]] = {
     "fastbert.models.auto": (
@@ -86,7 +84,6 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "fastbert.bulk.ray_engine": ("ray_encode",),
     "fastbert.backend": ("Backend", "use_backend"),
     "fastbert.config": ("EncoderConfig",),
-    "fastbert.cuda_graphs": ("graphs",),
     "fastbert.data.collator": ("PackingCollator",),
     "fastbert.data.chunks": ("Windows",),
     "fastbert.errors": ("BackendError", "CheckpointError", "ConfigError", "InputError"),
@@ -109,7 +106,6 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "colbert_scores",
         "colbert_scores_pairwise",
     ),
-    "fastbert.training.graphed": ("graphed_step",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

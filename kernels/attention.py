@@ -22,8 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .blocks import Blocks, attention_blocks_of
-from .launching import Launches
+from .blocks import Blocks
 from .sizes import cdiv, next_power_of_2
 
 _LOG2E = 1.4426950408889634
@@ -123,13 +122,6 @@ def _attention_tiles_kernel(
         tl.store(tiles_ptr + entry * 8 + column, column * 0, mask=(entry < num_tiles) & (column < 8))
 
 
-_TILES = Launches(
-    "cu_seqlens_ptr num_keys_ptr tiles_ptr",
-    lambda block, has_num_keys: {"BLOCK_TILE": block, "BLOCK_B": 16, "BLOCK_R": 128, "HAS_NUM_KEYS": has_num_keys},
-    "batch_size total_tokens num_tiles",
-)
-
-
 def attention_tiles(
     cu_seqlens: torch.Tensor, total_tokens: int, block: int, num_keys: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -140,9 +132,10 @@ def attention_tiles(
     tiles = cu_seqlens.new_empty(total_tokens // block + num_spans + 1, 8)
     num_keys = None if num_keys is None else num_keys.contiguous()
     with torch.cuda.device_of(cu_seqlens):
-        grid, key = (cdiv(num_spans + 1, 16),), (block, num_keys is not None)
-        launch = _TILES.bind(_attention_tiles_kernel, key, grid, batch_size, total_tokens, tiles.shape[0])
-        launch(cu_seqlens, num_keys, tiles)
+        _attention_tiles_kernel[(cdiv(num_spans + 1, 16),)](
+            cu_seqlens, num_keys, tiles, batch_size, total_tokens, tiles.shape[0],
+            BLOCK_TILE=block, BLOCK_B=16, BLOCK_R=128, HAS_NUM_KEYS=num_keys is not None,
+        )  # fmt: skip
     return tiles
 
 
@@ -249,52 +242,25 @@ def scale_and_sign(softmax_scale: float) -> tuple[float, int]:
     return scale, sign
 
 
-def constants_of(
-    blocks: Blocks, num_heads, head_dim, group, softmax_scale, dropout_p, window_size, has_positions
-):  # fmt: skip
-    """The arguments that all kernels share and that no batch changes; num_heads: of q, or of k."""
+def launch_arguments(x, group, tiles, philox, positions, softmax_scale, dropout_p, window_size, blocks: Blocks):
+    """The grid over the heads of x, which is q or k, and the arguments that all kernels share."""
+    total_tokens, num_heads, head_dim = x.shape
+    positions = None if positions is None else positions.contiguous()
     # 32-bit sums with tokens' numbers: 2^30 is further than any sequence reaches.
     left, right = (2**30 if side < 0 else min(side, 2**30) for side in window_size)
     scale, sign = scale_and_sign(softmax_scale)
-    return {
+    return (tiles.shape[0], cdiv(num_heads, blocks.heads)), {
+        "tiles_ptr": tiles, "philox_ptr": philox, "positions_ptr": positions, "total_tokens": total_tokens,
         "num_heads": num_heads, "scale_log2e": scale, "threshold": round(dropout_p * 2**16),
         "keep_scale": 1.0 / (1.0 - dropout_p) if dropout_p < 1 else 0.0,
         "window_left": left, "window_right": right,
         "HEAD_DIM": head_dim, "BLOCK_D": max(16, next_power_of_2(head_dim)),
         "SIGN": sign, "HAS_WINDOW": min(window_size) >= 0 or max(window_size) >= 0,
-        "HAS_POSITIONS": has_positions, "HAS_DROPOUT": dropout_p > 0, "BLOCK_TILE": blocks.tile,
+        "HAS_POSITIONS": positions is not None, "HAS_DROPOUT": dropout_p > 0, "BLOCK_TILE": blocks.tile,
         "BLOCK_STEP": blocks.step, "HEADS": blocks.heads, "GROUP": group,
         "num_warps": blocks.num_warps, "num_stages": blocks.num_stages,
     }  # fmt: skip
 
 
-def constants_of_pass(which: str, major, element_size, tile, num_heads, head_dim, group, *options):
-    """constants_of, for the pass `which` with the blocks of blocks.py."""
-    _, dropout_p, _, has_positions = options
-    blocks = attention_blocks_of(which, major, head_dim, element_size, tile, dropout_p > 0, group, has_positions)
-    return constants_of(blocks, num_heads, head_dim, group, *options)
-
-
-def launch_arguments(x, group, tiles, philox, positions, softmax_scale, dropout_p, window_size, blocks: Blocks):
-    """The grid over the heads of x, which is q or k, and the arguments that all kernels share."""
-    total_tokens, num_heads, head_dim = x.shape
-    positions = None if positions is None else positions.contiguous()
-    return (tiles.shape[0], cdiv(num_heads, blocks.heads)), {
-        "tiles_ptr": tiles, "philox_ptr": philox, "positions_ptr": positions, "total_tokens": total_tokens,
-        **constants_of(
-            blocks, num_heads, head_dim, group, softmax_scale, dropout_p, window_size, positions is not None
-        ),
-    }  # fmt: skip
-
-
 def strides(**tensors: torch.Tensor) -> dict[str, int]:
     return {f"stride_{name}{axis}": t.stride(i) for name, t in tensors.items() for i, axis in enumerate("th")}
-
-
-def row_strides(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """Of the first two axes of each: what a launch is known by. strides_of says which is which."""
-    return tuple([stride for t in tensors for stride in t.stride()[:2]])
-
-
-def strides_of(names: str, values: tuple[int, ...]) -> dict[str, int]:
-    return dict(zip([f"stride_{name}{axis}" for name in names for axis in "th"], values, strict=True))

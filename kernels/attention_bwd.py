@@ -13,23 +13,21 @@ import triton
 import triton.language as tl
 
 from .attention import (
-    constants_of_pass,
     in_window,
     kept_probs,
+    launch_arguments,
     load_rows,
     queries_end_at,
-    row_strides,
     rows_whole,
     scale_and_sign,
     signed,
     store_rows,
-    strides_of,
+    strides,
     tile_at,
     walk,
     window_places,
 )
-from .blocks import heads_in_turn, major_of
-from .launching import Launches
+from .blocks import attention_blocks
 from .rotary import rotate_back
 from .sizes import cdiv, next_power_of_2
 
@@ -266,59 +264,15 @@ def _attention_dq_kernel(
         store_rows(dq_ptr + h * HEAD_DIM, stride_gt, first, last, dq * softmax_scale, HEAD_DIM)
 
 
-def _records_constants(strides, head_dim, block_d, scale_log2e):
-    constants = {**strides_of("do", strides), "scale_log2e": scale_log2e, "HEAD_DIM": head_dim}
-    return {**constants, "BLOCK_D": block_d, "BLOCK_TILE": 32}
-
-
-def _bwd_constants(which, strides, stride_gt, *rest):
-    shared = constants_of_pass(which, *rest)
-    softmax_scale = rest[6]
-    return {**strides_of("qkvd", strides), **shared, "softmax_scale": softmax_scale, "stride_gt": stride_gt}
-
-
-_RECORDS = Launches("dout_ptr out_ptr row_max_ptr row_sum_ptr records_ptr", _records_constants, "total_tokens")
-_DKDV, _DQ = (
-    Launches(
-        f"q_ptr k_ptr v_ptr dout_ptr records_ptr {outputs} tiles_ptr philox_ptr positions_ptr",
-        _bwd_constants,
-        "total_tokens",
-    )
-    for outputs in ("dk_ptr dv_ptr", "dq_ptr")
-)
-
-
-def records_launch(total_tokens, num_heads, strides, head_dim, scale_log2e):
-    """What launches on dout, out, the two rows of softmax_stats, and records: see make_records."""
-    key = (strides, head_dim, max(16, next_power_of_2(head_dim)), scale_log2e)
-    return _RECORDS.bind(_attention_records_kernel, key, (cdiv(total_tokens, 32), num_heads), total_tokens)
-
-
-def bwd_launches(
-    num_tiles, total_tokens, strides, stride_gt, major, element_size, tile, num_heads, num_kv_heads, head_dim, *key
-):  # fmt: skip
-    """What launches on q, k, v, dout, records, the gradients, tiles, philox and positions: dk and dv, and dq. key: the
-    rest of constants_of_pass's. stride_gt: from a token of the gradients to the next one."""
-    rest, turn = (strides, stride_gt, major, element_size, tile), heads_in_turn(tile)
-    options = (head_dim, num_heads // num_kv_heads, *key)
-    return (
-        _DKDV.bind(
-            _attention_dkdv_kernel, ("dkdv", *rest, num_kv_heads, *options), (num_tiles, cdiv(num_kv_heads, turn)),
-            total_tokens,
-        ),
-        _DQ.bind(
-            _attention_dq_kernel, ("dq", *rest, num_heads, *options), (num_tiles, cdiv(num_heads, turn)), total_tokens
-        ),
-    )  # fmt: skip
-
-
 def make_records(dout, out, softmax_stats, scale_log2e) -> torch.Tensor:
     """fp32 (num_heads, total_tokens, 4): see the kernel."""
     total_tokens, num_heads, head_dim = dout.shape
     row_max, row_sum = softmax_stats.unbind()
     records = row_max.new_empty(num_heads, total_tokens, 4)
-    launch = records_launch(total_tokens, num_heads, row_strides(dout, out), head_dim, scale_log2e)
-    launch(dout, out, row_max, row_sum, records)
+    _attention_records_kernel[(cdiv(total_tokens, 32), num_heads)](
+        dout, out, row_max, row_sum, records, **strides(d=dout, o=out), total_tokens=total_tokens,
+        scale_log2e=scale_log2e, HEAD_DIM=head_dim, BLOCK_D=max(16, next_power_of_2(head_dim)), BLOCK_TILE=32,
+    )  # fmt: skip
     return records
 
 
@@ -329,19 +283,26 @@ def attention_bwd(
     """dout as out -> dqkv (total_tokens, heads of q, k and v, head_dim); the schema in ops/attention/attention.py."""
     dout, q, k, v = rows_whole(dout), rows_whole(q), rows_whole(k), rows_whole(v)
     total_tokens, num_heads, head_dim = q.shape
-    heads = (num_heads, num_kv_heads := k.shape[1])
+    num_kv_heads, group = k.shape[1], num_heads // k.shape[1]
     dqkv = q.new_empty(total_tokens, num_heads + 2 * num_kv_heads, head_dim)
     if q.numel() == 0:
         return dqkv
     dq, dk, dv = torch.split_with_sizes(dqkv, (num_heads, num_kv_heads, num_kv_heads), 1)
-    positions = None if window_positions is None else window_positions.contiguous()
-    sizes = (row_strides(q, k, v, dout), dqkv.stride(0), major_of(q.device), q.element_size(), tile, *heads, head_dim)
-    options = (softmax_scale, dropout_p, tuple(window_size), positions is not None)
+    options = (group, tiles, philox, window_positions, softmax_scale, dropout_p, window_size)
+
+    def arguments(which, x):
+        blocks = attention_blocks(which, q, tile, dropout_p > 0, group, window_positions is not None)
+        return launch_arguments(x, *options, blocks)
+
     with torch.cuda.device_of(q):
         records = make_records(dout, out, softmax_stats, scale_and_sign(softmax_scale)[0])
-        make_dkdv, make_dq = bwd_launches(tiles.shape[0], total_tokens, *sizes, *options)
-        make_dkdv(q, k, v, dout, records, dk, dv, tiles, philox, positions)
-        make_dq(q, k, v, dout, records, dq, tiles, philox, positions)
+        operands = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "dout_ptr": dout, "records_ptr": records}
+        operands |= strides(q=q, k=k, v=v, d=dout)
+        operands |= {"softmax_scale": softmax_scale, "stride_gt": dqkv.stride(0)}
+        grid, shared = arguments("dkdv", k)
+        _attention_dkdv_kernel[grid](dk_ptr=dk, dv_ptr=dv, **operands, **shared)
+        grid, shared = arguments("dq", q)
+        _attention_dq_kernel[grid](dq_ptr=dq, **operands, **shared)
     if cos is not None:
         rotate_back(dq, dk, cos, sin, tiles, tile, interleaved, by_token)
     return dqkv

@@ -5,22 +5,19 @@ import triton
 import triton.language as tl
 
 from .attention import (
-    constants_of_pass,
     in_window,
     kept_probs,
+    launch_arguments,
     load_rows,
-    row_strides,
     rows_whole,
     signed,
     store_rows,
-    strides_of,
+    strides,
     tile_at,
     walk,
     window_places,
 )
-from .blocks import heads_in_turn, major_of
-from .launching import Launches
-from .sizes import cdiv
+from .blocks import attention_blocks
 
 
 @triton.jit
@@ -122,39 +119,25 @@ def _attention_fwd_kernel(
         )  # fmt: skip
 
 
-def _fwd_constants(strides, return_stats, *rest):
-    return {**strides_of("qkv", strides), **constants_of_pass("fwd", *rest), "RETURN_STATS": return_stats}
-
-
-_FWD = Launches(
-    "q_ptr k_ptr v_ptr out_ptr row_max_ptr row_sum_ptr tiles_ptr philox_ptr positions_ptr",
-    _fwd_constants,
-    "total_tokens",
-)
-
-
-def fwd_launch(num_tiles, total_tokens, strides, return_stats, major, element_size, tile, num_heads, *key):
-    """What launches on q, k, v, out, the two rows of softmax_stats, tiles, philox and positions. key: the rest of
-    constants_of_pass's."""
-    bind_key = (strides, return_stats, major, element_size, tile, num_heads, *key)
-    return _FWD.bind(_attention_fwd_kernel, bind_key, (num_tiles, cdiv(num_heads, heads_in_turn(tile))), total_tokens)
-
-
 def attention_fwd(
     q, k, v, tiles, philox, window_positions, tile, softmax_scale, dropout_p, window_size, return_stats
 ):  # fmt: skip
     """q, k, v (total_tokens, their heads, head_dim) -> out, softmax_stats; the schema in ops/attention/attention.py."""
     q, k, v = rows_whole(q), rows_whole(k), rows_whole(v)
-    total_tokens, num_heads, head_dim = q.shape
+    total_tokens, num_heads, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     stats = q.new_empty(2 if return_stats else 0, num_heads, total_tokens, dtype=torch.float32)
     if q.numel() == 0:
         return out, stats
     row_max, row_sum = stats.unbind() if return_stats else (out, out)
-    group, positions = num_heads // k.shape[1], None if window_positions is None else window_positions.contiguous()
-    heads = (num_heads, head_dim, group, softmax_scale, dropout_p, tuple(window_size), positions is not None)
-    options = (row_strides(q, k, v), return_stats, major_of(q.device), q.element_size(), tile, *heads)
+    group = num_heads // k.shape[1]
+    blocks = attention_blocks("fwd", q, tile, dropout_p > 0, group, window_positions is not None)
+    grid, shared = launch_arguments(
+        q, group, tiles, philox, window_positions, softmax_scale, dropout_p, window_size, blocks
+    )
     with torch.cuda.device_of(q):
-        launch = fwd_launch(tiles.shape[0], total_tokens, *options)
-        launch(q, k, v, out, row_max, row_sum, tiles, philox, positions)
+        _attention_fwd_kernel[grid](
+            q_ptr=q, k_ptr=k, v_ptr=v, out_ptr=out, row_max_ptr=row_max, row_sum_ptr=row_sum, RETURN_STATS=return_stats,
+            **strides(q=q, k=k, v=v), **shared,
+        )  # fmt: skip
     return out, stats

@@ -51,6 +51,7 @@ _FP32 = {32: {"fwd": (32, 32, 4, 2), "": (32, 32, 8, 1)}, 16: {"dq": (16, 16, 8,
 _LONGEST_STEP = {
     ("positions", "dq", 8, 2, 64, 128): 32,
     ("positions", "fwd", 10, 4, 64, 32): 16,
+    ("grouped", "dkdv", 9, 2, 128, 64): 16,
     ("grouped", "dkdv", 10, 2, 128, 64): 16,
 }
 
@@ -91,17 +92,13 @@ def blocks_of(
     return Blocks(tile, step, heads, num_warps, num_stages)
 
 
-def attention_blocks_of(
-    which: str, major: int, head_dim: int, element_size: int, tile: int, has_dropout: bool, group: int, has_positions
+def attention_blocks(
+    which: str, q: torch.Tensor, tile: int, has_dropout: bool, group: int, has_positions: bool
 ) -> Blocks:
-    """Of the pass `which` ("fwd", "dkdv", "dq"), where `group` heads of q read one of k."""
+    """Of the pass `which` ("fwd", "dkdv", "dq") over q (total_tokens, num_heads, head_dim), where `group` heads of it
+    read one of k."""
     variants = (*(("grouped",) if group > 1 else ()), *(("positions",) if has_positions else ()))
-    return blocks_of(which, major, head_dim, element_size, tile, has_dropout, variants)
-
-
-def attention_blocks(which: str, q: torch.Tensor, tile: int, has_dropout: bool) -> Blocks:
-    """Those of q (total_tokens, num_heads, head_dim) of the plain kind."""
-    return attention_blocks_of(which, major_of(q.device), q.shape[2], q.element_size(), tile, has_dropout, 1, False)
+    return blocks_of(which, major_of(q.device), q.shape[2], q.element_size(), tile, has_dropout, variants)
 
 
 class RelativeBlocks(Blocks):
@@ -157,30 +154,3 @@ def relative_blocks(which: str, q: torch.Tensor, tile: int, variant: str) -> Rel
     blocks = relative_blocks_of(which, major_of(q.device), q.shape[2], q.element_size(), tile, variant)
     blocks.tile = min(tile, blocks.tile)
     return blocks
-
-
-class FeedForwardPlan:
-    """How a feed-forward's wide matrix is made: as the epilogue of a Triton GEMM with these blocks, up in forward and
-    down in backward, or, without blocks, by torch's GEMM and a kernel after it."""
-
-    def __init__(self, up: dict[str, int] | None = None, down: dict[str, int] | None = None):
-        self.up, self.down = up, down
-
-
-def gemm_blocks(block_m: int, block_n: int, block_k: int, num_warps: int, num_stages: int) -> dict[str, int]:
-    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP": 8}
-    return {**blocks, "num_warps": num_warps, "num_stages": num_stages}
-
-
-# Epilogues, {(architecture, gated): plan}; backward's has two more matrices in registers, a gated forward's one more
-# sum. Candidates: nobody has timed them, so nobody gets them (feed_forward.py); `make gpu` times them beside others.
-EPILOGUES = {
-    (8, False): FeedForwardPlan(gemm_blocks(128, 128, 64, 8, 3), gemm_blocks(128, 64, 32, 8, 3)),
-    (9, False): FeedForwardPlan(gemm_blocks(128, 128, 64, 8, 3), gemm_blocks(128, 64, 64, 8, 3)),
-    (8, True): FeedForwardPlan(gemm_blocks(128, 64, 32, 8, 3), gemm_blocks(64, 64, 32, 8, 3)),
-    (9, True): FeedForwardPlan(gemm_blocks(128, 64, 64, 8, 3), gemm_blocks(64, 64, 64, 8, 3)),
-}
-
-
-def epilogue_of(device: torch.device, gated: bool) -> FeedForwardPlan:
-    return EPILOGUES[9 if major_of(device) >= 9 else 8, gated]

@@ -17,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import Launches
 from .sizes import cdiv, next_power_of_2
 
 _BLOCK_LABELS = 4096  # of the one program that counts them: 65,536 are 16 steps
@@ -92,32 +91,18 @@ def _cross_entropy_kernel(
             tl.store(logits_ptr + columns, gradient.to(logits_ptr.dtype.element_ty), mask=columns < stride)
 
 
-def _constants(num_classes, stride, ignore_index, label_smoothing, z_loss, needs_grad):
-    block_v = min(4096, max(16, next_power_of_2(num_classes)))
-    return {
-        "num_classes": num_classes, "stride": stride, "ignore_index": ignore_index, "label_smoothing": label_smoothing,
-        "z_loss": z_loss, "NEEDS_GRAD": needs_grad, "BLOCK_V": block_v, "num_warps": max(1, min(8, block_v // 256)),
-    }  # fmt: skip
-
-
-_SHARE = Launches(
-    "labels_ptr share_ptr", lambda ignore_index: {"ignore_index": ignore_index, "BLOCK": _BLOCK_LABELS}, "rows"
-)
-_LOSSES = Launches("logits_ptr labels_ptr losses_ptr share_ptr", _constants)
-
-
 def cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoothing, z_loss, needs_grad):
     """-> loss (fp32 scalar), dhidden_states, dweight, dbias for a loss's gradient of 1; fastbert/ops/loss.py."""
     count, num_classes = hidden_states.shape[0], weight.shape[0]
     losses = hidden_states.new_empty(count, dtype=torch.float32)
     share = hidden_states.new_empty((), dtype=torch.float32)
     with torch.cuda.device_of(labels):
-        _SHARE.bind(_share_of_a_label_kernel, (ignore_index,), (1,), count)(labels, share)
+        _share_of_a_label_kernel[(1,)](labels, share, count, ignore_index, BLOCK=_BLOCK_LABELS)
     dhidden = torch.empty_like(hidden_states) if needs_grad else hidden_states.new_empty(0)
     dweight = dbias = None
     chunk = max(1, _CHUNK_ELEMENTS // num_classes)
     stride = cdiv(num_classes, 64) * 64
-    key = (num_classes, stride, ignore_index, label_smoothing, z_loss, needs_grad)
+    block_v = min(4096, max(16, next_power_of_2(num_classes)))
     memory = hidden_states.new_empty(min(count, chunk), stride)
     for start in range(0, count, chunk):
         h = hidden_states[start : start + chunk]
@@ -127,8 +112,10 @@ def cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoot
         else:
             torch.addmm(bias, h, weight.t(), out=logits)
         with torch.cuda.device_of(logits):
-            launch = _LOSSES.bind(_cross_entropy_kernel, key, (h.shape[0],))
-            launch(logits, labels[start:], losses[start:], share)
+            _cross_entropy_kernel[(h.shape[0],)](
+                logits, labels[start:], losses[start:], share, num_classes, stride, ignore_index, label_smoothing,
+                z_loss, NEEDS_GRAD=needs_grad, BLOCK_V=block_v, num_warps=max(1, min(8, block_v // 256)),
+            )  # fmt: skip
         if needs_grad:
             torch.mm(logits, weight, out=dhidden[start : start + chunk])
             dweight = _added(dweight, logits.t() @ h)

@@ -8,7 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import Launches
 from .philox import dropout_multiplier, dropout_numbers
 from .sizes import cdiv, next_power_of_2
 
@@ -35,23 +34,6 @@ def tile(hidden_size: int) -> tuple[int, int]:
     return 2048 // block_n, block_n
 
 
-def _constants(hidden_size, dropout_p):
-    block_m, block_n = tile(hidden_size)
-    threshold, scale = dropout_numbers(dropout_p)
-    numbers = {"hidden_size": hidden_size, "threshold": threshold, "scale": scale}
-    return {**numbers, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 4}
-
-
-_DROPOUT = Launches("x_ptr philox_ptr out_ptr", _constants, "num_rows")
-
-
-def dropout_launch(num_rows, hidden_size, dropout_p):
-    """What launches on x, philox and out, which may be x."""
-    block_m, block_n = tile(hidden_size)
-    grid = (cdiv(num_rows, block_m) * cdiv(hidden_size, block_n),)
-    return _DROPOUT.bind(_dropout_kernel, (hidden_size, dropout_p), grid, num_rows)
-
-
 def dropout(x, philox, dropout_p):
     """x (..., hidden_size) -> out, contiguous; the schema in fastbert/ops/dropout.py."""
     x = x.contiguous()
@@ -59,6 +41,11 @@ def dropout(x, philox, dropout_p):
     if x.numel() == 0:
         return out
     hidden_size = x.shape[-1]
+    num_rows = x.numel() // hidden_size
+    block_m, block_n = tile(hidden_size)
+    grid = (cdiv(num_rows, block_m) * cdiv(hidden_size, block_n),)
     with torch.cuda.device_of(x):
-        dropout_launch(x.numel() // hidden_size, hidden_size, dropout_p)(x, philox, out)
+        _dropout_kernel[grid](
+            x, philox, out, num_rows, hidden_size, *dropout_numbers(dropout_p), BLOCK_M=block_m, BLOCK_N=block_n
+        )
     return out

@@ -24,7 +24,6 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import Launches
 from .layer_norm import centre, row_tile
 from .sizes import cdiv, next_power_of_2
 
@@ -80,23 +79,6 @@ def _embed_fwd_kernel(
     tl.store(out_ptr + token * hidden_size + columns, out, mask=inside)
 
 
-def _fwd_constants(hidden_size, eps, has_input_ids, has_type, has_type_ids, has_position, has_norm, has_bias):
-    block_n, num_warps = row_tile(hidden_size)
-    return {
-        "hidden_size": hidden_size, "eps": eps, "HAS_INPUT_IDS": has_input_ids,
-        "HAS_TYPE": has_type, "HAS_TYPE_IDS": has_type_ids, "HAS_POSITION": has_position, "HAS_NORM": has_norm,
-        "HAS_BIAS": has_bias, "BLOCK_N": block_n, "num_warps": num_warps,
-    }  # fmt: skip
-
-
-_FWD = Launches(
-    "input_ids_ptr position_ids_ptr token_type_ids_ptr word_ptr position_ptr token_type_ptr weight_ptr bias_ptr"
-    " out_ptr",
-    _fwd_constants,
-    "word_rows position_rows token_type_rows",
-)
-
-
 def embed_fwd(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, eps):
     """-> out (total_tokens, hidden_size); the schema in fastbert/ops/embedding.py."""
     operands = (input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias)
@@ -106,9 +88,14 @@ def embed_fwd(input_ids, position_ids, token_type_ids, word, position, token_typ
     rows = [0 if table is None else table.shape[0] for table in (word, position, token_type)]
     if out.numel() == 0:
         return out
-    there = [t is not None for t in (input_ids, token_type, token_type_ids, position, weight, bias)]
+    block_n, num_warps = row_tile(hidden_size)
     with torch.cuda.device_of(out):
-        _FWD.bind(_embed_fwd_kernel, (hidden_size, eps, *there), (total_tokens,), *rows)(*operands, out)
+        _embed_fwd_kernel[(total_tokens,)](
+            *operands, out, *rows, hidden_size, eps,
+            HAS_INPUT_IDS=input_ids is not None, HAS_TYPE=token_type is not None,
+            HAS_TYPE_IDS=token_type_ids is not None, HAS_POSITION=position is not None, HAS_NORM=weight is not None,
+            HAS_BIAS=bias is not None, BLOCK_N=block_n, num_warps=num_warps,
+        )  # fmt: skip
     return out
 
 
@@ -189,21 +176,6 @@ def sum_block(hidden_size: int) -> int:
     return min(256, max(16, next_power_of_2(hidden_size)))
 
 
-def _sum_constants(hidden_size):
-    blocks = {"CHUNK": CHUNK, "GROUP": GROUP, "BLOCK_N": sum_block(hidden_size), "num_warps": 1}
-    return {"hidden_size": hidden_size, **blocks}
-
-
-def _join_constants(hidden_size):
-    return {"hidden_size": hidden_size, "CHUNK": CHUNK, "BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 4}
-
-
-_SUM_RUNS = Launches(
-    "dout_ptr ids_ptr order_ptr dtable_ptr parts_ptr", _sum_constants, "total_tokens num_rows padding_idx"
-)
-_JOIN_RUNS = Launches("ids_ptr ends_ptr parts_ptr dtable_ptr", _join_constants, "num_rows padding_idx")
-
-
 def embed_bwd(dout, ids, table, padding_idx):
     """dout (total_tokens, hidden_size), ids (total_tokens,) -> dtable; the schema in fastbert/ops/embedding.py."""
     dout = dout.contiguous()
@@ -217,14 +189,16 @@ def embed_bwd(dout, ids, table, padding_idx):
     ids, order = torch.sort(ids.int() if num_rows < 2**31 else ids, stable=True)
     num_chunks = cdiv(total_tokens, CHUNK)
     parts = dout.new_empty(num_chunks, 2, hidden_size, dtype=torch.float32)
-    numbers = (num_rows, padding_idx)
+    block_n = sum_block(hidden_size)
     with torch.cuda.device_of(dout):
-        grid = (num_chunks, cdiv(hidden_size, sum_block(hidden_size)))
-        launch = _SUM_RUNS.bind(_sum_runs_kernel, (hidden_size,), grid, total_tokens, *numbers)
-        launch(dout, ids, order, dtable, parts)
+        _sum_runs_kernel[(num_chunks, cdiv(hidden_size, block_n))](
+            dout, ids, order, dtable, parts, total_tokens, num_rows, hidden_size, padding_idx,
+            CHUNK=CHUNK, GROUP=GROUP, BLOCK_N=block_n, num_warps=1,
+        )  # fmt: skip
         if num_chunks > 1:
             lasts = ids[CHUNK - 1 : total_tokens - 1 : CHUNK].contiguous()
             ends = torch.searchsorted(ids, lasts, right=True)
-            grid = (num_chunks - 1, cdiv(hidden_size, 64))
-            _JOIN_RUNS.bind(_join_runs_kernel, (hidden_size,), grid, *numbers)(ids, ends, parts, dtable)
+            _join_runs_kernel[(num_chunks - 1, cdiv(hidden_size, 64))](
+                ids, ends, parts, dtable, num_rows, hidden_size, padding_idx, CHUNK=CHUNK, BLOCK_M=32, BLOCK_N=64
+            )
     return dtable

@@ -21,7 +21,6 @@ import torch
 import triton
 import triton.language as tl
 
-from .launching import Launches
 from .philox import dropout_multiplier, dropout_numbers
 from .sizes import cdiv, next_power_of_2
 
@@ -94,28 +93,6 @@ def row_tile(hidden_size: int) -> tuple[int, int]:
     return block_n, min(max(block_n // 256, 1), 16)
 
 
-def _fwd_constants(hidden_size, dropout_p, eps, has_x_bias, has_residual, has_bias, return_sum, return_stats, rms):
-    block_n, num_warps = row_tile(hidden_size)
-    threshold, scale = dropout_numbers(dropout_p)
-    return {
-        "hidden_size": hidden_size, "threshold": threshold, "scale": scale, "eps": eps,
-        "HAS_X_BIAS": has_x_bias, "HAS_RESIDUAL": has_residual, "HAS_BIAS": has_bias, "HAS_DROPOUT": dropout_p > 0,
-        "RETURN_SUM": return_sum, "RETURN_STATS": return_stats, "IS_RMS": rms, "BLOCK_N": block_n,
-        "num_warps": num_warps,
-    }  # fmt: skip
-
-
-_FWD = Launches(
-    "x_ptr x_bias_ptr residual_ptr weight_ptr bias_ptr philox_ptr out_ptr summed_ptr mean_ptr rstd_ptr", _fwd_constants
-)
-
-
-def fwd_launch(total_tokens, *key):
-    """What launches forward on x, x_bias, residual, weight, bias, philox, out, summed, mean and rstd. key: of
-    _fwd_constants."""
-    return _FWD.bind(_add_layer_norm_fwd_kernel, key, (total_tokens,))
-
-
 def add_layer_norm_fwd(
     x, x_bias, residual, weight, bias, philox, dropout_p, eps, return_sum, return_stats, rms=False
 ):  # fmt: skip
@@ -130,10 +107,15 @@ def add_layer_norm_fwd(
     mean, rstd = (x.new_empty(rows, dtype=torch.float32) for rows in (0 if rms else stats, stats))
     if total_tokens == 0:
         return out, summed, mean, rstd
-    key = (hidden_size, dropout_p, eps, x_bias is not None, residual is not None, bias is not None)
+    block_n, num_warps = row_tile(hidden_size)
     with torch.cuda.device_of(x):
-        launch = fwd_launch(total_tokens, *key, return_sum, return_stats, rms)
-        launch(x, x_bias, residual, weight, bias, philox, out, summed, mean, rstd)
+        _add_layer_norm_fwd_kernel[(total_tokens,)](
+            x, x_bias, residual, weight, bias, philox, out, summed, mean, rstd,
+            hidden_size, *dropout_numbers(dropout_p), eps,
+            HAS_X_BIAS=x_bias is not None, HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None,
+            HAS_DROPOUT=dropout_p > 0, RETURN_SUM=return_sum, RETURN_STATS=return_stats, IS_RMS=rms, BLOCK_N=block_n,
+            num_warps=num_warps,
+        )  # fmt: skip
     return out, summed, mean, rstd
 
 
@@ -223,47 +205,6 @@ def _bwd_tile(hidden_size: int) -> tuple[int, int, int]:
     return max(1, min(16, num_warps * 512 // block_n)), block_n, num_warps
 
 
-def _bwd_constants(hidden_size, dropout_p, has_dsum, has_x_bias, rms):
-    block_m, block_n, num_warps = _bwd_tile(hidden_size)
-    threshold, scale = dropout_numbers(dropout_p)
-    return {
-        "hidden_size": hidden_size, "threshold": threshold, "scale": scale,
-        "HAS_DSUM": has_dsum, "HAS_X_BIAS": has_x_bias, "HAS_DROPOUT": dropout_p > 0, "IS_RMS": rms,
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps,
-    }  # fmt: skip
-
-
-_BWD = Launches(
-    "dout_ptr dsum_ptr summed_ptr mean_ptr rstd_ptr weight_ptr philox_ptr dx_ptr dsummed_ptr shares_ptr",
-    _bwd_constants,
-    "total_tokens",
-)
-_SHARES = Launches(
-    "shares_ptr dweight_ptr dbias_ptr dx_bias_ptr",
-    lambda hidden_size, rms: {"hidden_size": hidden_size, "IS_RMS": rms, "BLOCK_M": 32, "BLOCK_N": 32},
-    "num_shares",
-)
-
-
-def bwd_shares(like, hidden_size):
-    """Memory for what the programs of backward hand on, of the rows of `like`."""
-    block_m, _, _ = _bwd_tile(hidden_size)
-    num_shares = min(_MAX_SHARES, cdiv(like.shape[0], block_m))
-    return like.new_empty(num_shares, 3, hidden_size, dtype=torch.float32)
-
-
-def bwd_launch(total_tokens, shares, hidden_size, dropout_p, has_dsum, has_x_bias, rms):
-    """What launches backward on dout, dsum, summed, mean, rstd, weight, philox, dx, dsummed and shares."""
-    key = (hidden_size, dropout_p, has_dsum, has_x_bias, rms)
-    return _BWD.bind(_add_layer_norm_bwd_kernel, key, (shares.shape[0],), total_tokens)
-
-
-def shares_launch(shares, hidden_size, has_x_bias, rms):
-    """What launches their sums on shares, dweight, dbias and dx_bias."""
-    grid = (cdiv(hidden_size, 32), 1 + has_x_bias + (not rms))
-    return _SHARES.bind(_add_shares_kernel, (hidden_size, rms), grid, shares.shape[0])
-
-
 def add_layer_norm_bwd(dout, dsum, summed, mean, rstd, weight, philox, dropout_p, has_x_bias, rms=False):
     """dout, dsum (total_tokens, hidden_size) -> dx, dsummed, dx_bias, dweight, dbias (ops/layer_norm.py)."""
     dout, summed, weight = dout.contiguous(), summed.contiguous(), weight.contiguous()
@@ -273,10 +214,18 @@ def add_layer_norm_bwd(dout, dsum, summed, mean, rstd, weight, philox, dropout_p
     dsummed = torch.empty_like(dout)
     dx_bias = weight.new_empty(hidden_size if has_x_bias else 0)
     dweight, dbias = torch.empty_like(weight), weight.new_empty(0 if rms else hidden_size)
-    shares = bwd_shares(dout, hidden_size)
+    block_m, block_n, num_warps = _bwd_tile(hidden_size)
+    num_shares = min(_MAX_SHARES, cdiv(total_tokens, block_m))
+    shares = dout.new_empty(num_shares, 3, hidden_size, dtype=torch.float32)
     with torch.cuda.device_of(dout):
         if total_tokens > 0:
-            launch = bwd_launch(total_tokens, shares, hidden_size, dropout_p, dsum is not None, has_x_bias, rms)
-            launch(dout, dsum, summed, mean, rstd, weight, philox, dx, dsummed, shares)
-        shares_launch(shares, hidden_size, has_x_bias, rms)(shares, dweight, dbias, dx_bias)
+            _add_layer_norm_bwd_kernel[(num_shares,)](
+                dout, dsum, summed, mean, rstd, weight, philox, dx, dsummed, shares,
+                total_tokens, hidden_size, *dropout_numbers(dropout_p),
+                HAS_DSUM=dsum is not None, HAS_X_BIAS=has_x_bias, HAS_DROPOUT=dropout_p > 0, IS_RMS=rms,
+                BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
+            )  # fmt: skip
+        _add_shares_kernel[(cdiv(hidden_size, 32), 1 + has_x_bias + (not rms))](
+            shares, dweight, dbias, dx_bias, num_shares, hidden_size, IS_RMS=rms, BLOCK_M=32, BLOCK_N=32
+        )
     return dx, dsummed, dx_bias, dweight, dbias

@@ -26,8 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention import row_strides, rows_whole, tile_at
-from .launching import Launches
+from .attention import rows_whole, strides, tile_at
 from .sizes import cdiv, next_power_of_2
 
 HEADS = 4
@@ -146,33 +145,16 @@ def rotate_back(dq, dk, cos, sin, tiles, tile, interleaved=False, by_token=False
     _launch(dq, dk, dq, dk, cos, sin, tiles, tile, interleaved, by_token, inverse=True)
 
 
-def _constants(tile, num_heads, num_kv_heads, half, strides, interleaved, by_token, inverse):
-    block_m, block_half, num_warps = blocks(half, tile)
-    names = ("qt", "qh", "kt", "kh", "qo", "ko", "ct", "st")
-    return {
-        **{f"stride_{name}": stride for name, stride in zip(names, strides, strict=True)},
-        "num_heads": num_heads, "num_kv_heads": num_kv_heads,
-        "HALF": half, "BLOCK_HALF": block_half, "BLOCK_TILE": tile, "BLOCK_M": block_m, "HEADS": HEADS,
-        "IS_GROUPED": num_kv_heads != num_heads, "INTERLEAVED": interleaved, "BY_TOKEN": by_token,
-        "INVERSE": inverse, "num_warps": num_warps,
-    }  # fmt: skip
-
-
-_ROTARY = Launches("q_ptr k_ptr q_out_ptr k_out_ptr cos_ptr sin_ptr tiles_ptr", _constants, "max_positions")
-
-
-def rotary_launch(num_tiles, max_positions, tile, num_heads, num_kv_heads, half, *key):
-    """What launches on q, k, q_out, k_out, cos, sin and tiles. key: the rest of _constants'."""
-    block_m, _, _ = blocks(half, tile)
-    grid = (num_tiles * (tile // block_m), cdiv(num_heads, HEADS))
-    return _ROTARY.bind(_rotary_kernel, (tile, num_heads, num_kv_heads, half, *key), grid, max_positions)
-
-
 def _launch(q, k, q_out, k_out, cos, sin, tiles, tile, interleaved, by_token, inverse):
     if q.numel() == 0:
         return
-    heads = (q.shape[1], k.shape[1], q.shape[2] // 2)
-    strides = (*row_strides(q, k), q_out.stride(0), k_out.stride(0), cos.stride(0), sin.stride(0))
+    num_heads, num_kv_heads, half = q.shape[1], k.shape[1], q.shape[2] // 2
+    block_m, block_half, num_warps = blocks(half, tile)
     with torch.cuda.device_of(q):
-        launch = rotary_launch(tiles.shape[0], cos.shape[0], tile, *heads, strides, interleaved, by_token, inverse)
-        launch(q, k, q_out, k_out, cos, sin, tiles)
+        _rotary_kernel[(tiles.shape[0] * (tile // block_m), cdiv(num_heads, HEADS))](
+            q, k, q_out, k_out, cos, sin, tiles, **strides(q=q, k=k), stride_qo=q_out.stride(0),
+            stride_ko=k_out.stride(0), stride_ct=cos.stride(0), stride_st=sin.stride(0), num_heads=num_heads,
+            num_kv_heads=num_kv_heads, max_positions=cos.shape[0], HALF=half, BLOCK_HALF=block_half, BLOCK_TILE=tile,
+            BLOCK_M=block_m, HEADS=HEADS, IS_GROUPED=num_kv_heads != num_heads, INTERLEAVED=interleaved,
+            BY_TOKEN=by_token, INVERSE=inverse, num_warps=num_warps,
+        )  # fmt: skip

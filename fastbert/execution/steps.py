@@ -164,7 +164,7 @@ class Steps:
             if callable(call):
                 self.tree.note(LAYERS, "")
                 layers = [get_leaf(self.root, path) for path in paths] if self.context.relative else ()
-                return run_on_context(call, x, layers, specs, self.context, trains), ends and not trains
+                return run_on_context(call, x, layers, specs, self.context), ends and not trains
             self.tree.note(LAYERS, call)
         return None
 
@@ -173,12 +173,14 @@ class Steps:
         candidates = [] if self.root.training else ["encoder_layers"]
         if not torch.is_grad_enabled():
             reason = "it is in training mode, and gradients are off"
+        elif self.tree.recomputes:
+            reason = "gradient checkpointing is on, which runs each layer by itself"
         elif len(set(paths)) < len(paths):  # ALBERT: a gradient for each time would lie there at once
             reason = "a layer comes more than once"
         elif torch.distributed.is_available() and torch.distributed.is_initialized():
             reason = "gradients of a layer are sent while those of the layers below it are computed"
         else:
-            return [*candidates, "encoder_layers_recomputing" if self.tree.recomputes else "encoder_layers_training"]
+            return [*candidates, "encoder_layers_training"]
         self.tree.note(LAYERS, reason)
         return candidates
 

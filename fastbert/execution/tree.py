@@ -26,9 +26,9 @@ snapshots = TreeCache("_fastbert_snapshot")  # of each root
 class Tree:
     """What the two kinds of trees have in common. A call makes one.
 
-    config: by which the words' table is found. infers: without gradients, whatever the mode. recomputes: of layers
-    that run as one op, only what goes into each of them is kept for backward. was_refused: the whole encoder has been
-    asked for as one op in this call, and it is none.
+    config: by which the words' table is found. infers: without gradients, whatever the mode. recomputes: only what
+    goes into each layer is kept for backward. was_refused: the whole encoder has been asked for as one op in this call,
+    and it is none.
     """
 
     is_ours: ClassVar[bool]

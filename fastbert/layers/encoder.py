@@ -312,7 +312,7 @@ def run_layer(
     if not wants_probs and not calls_containers:
         call = ops.try_fused("encoder_layers_training", x, partial(operands_of_one, layer, spec))
         if not isinstance(call, str):
-            return run_on_context(call, x, [layer], [spec], context, trains=True), None
+            return run_on_context(call, x, [layer], [spec], context), None
     names, probs = spec.names, None
 
     def heads(x):

@@ -1,4 +1,4 @@
-"""Whether a module tree is still what was looked at: one answer for fused layers, CUDA graphs and `accelerate`.
+"""Whether a module tree is still what was looked at: one answer for fused layers and `accelerate`.
 
 Looking at every leaf takes 10 us a layer, and three times that once the weights have gone through the caches: a tenth
 of a short text's time in int8. Seeing that nothing was replaced since takes a fraction of it.
@@ -7,28 +7,25 @@ of a short text's time in int8. Seeing that nothing was replaced since takes a f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import nn
 
 from fastbert.layers.leaves import ATTRIBUTES, FORWARD, FORWARD_HOOKS, child_of, has_global_hooks, in_use
 from fastbert.native.dict_entries import dict_entries
 
-_DTYPE = attrgetter("dtype")
-
 
 class ModuleGuard:
     """Modules of a tree, and all that decided what calling them did when they were watched.
 
-    `with_memory`: also where the tensors' memory was, and its dtype. Weights that change in place never count.
-    Everything is held by the dict that holds it and its name there. Of the root neither the module nor its dict is
-    held: it may keep this itself, and must be freed with the last reference to it.
+    Weights that change in place never count. Everything is held by the dict that holds it and its name there. Of the
+    root neither the module nor its dict is held: it may keep this itself, and must be freed with the last reference to
+    it.
     """
 
-    def __init__(self, root: nn.Module, with_memory: bool = False):
+    def __init__(self, root: nn.Module):
         self._root, self._root_type = ref(root), type(root)
         self._root_tensors: dict[str, Any] = {}  # what the root's dict has under these names, as in the columns
         self._root_others: dict[str, Any] = {}
@@ -38,29 +35,10 @@ class ModuleGuard:
         self._tensors: tuple[list[dict], list[str], list[Any]] = [], [], []
         self._others: tuple[list[dict], list[str], list[Any]] = [], [], []
         self._absent: tuple[list[dict], list[str]] = [], []  # hooks, of which there were none
-        self._was_hooked = False
         self._entries = dict_entries()
         self._held: set[tuple[int, str]] = set()
         self.modules: list[nn.Module] = []  # without the root
         self._types: list[type] = []  # of those modules
-        self._with_memory = with_memory
-        self._located: list[torch.Tensor] = []
-        self._addresses: list[int] = []  # of those tensors
-        self._dtypes: list[torch.dtype] = []  # one has come and gone where a model was converted and back
-
-    @classmethod
-    def of_all(cls, root: nn.Module, hooks: Sequence[str], of_root: Sequence[str], *names: str) -> ModuleGuard:
-        """All that a captured graph has written down of a tree: the tensors' memory, and what calling its modules does.
-
-        hooks, of_root: those that count of the modules, and of the root. names: what else of each one's dict counts.
-        """
-        guard = cls(root, with_memory=True)
-        for module in root.modules():
-            guard.watch(module, of_root if module is root else hooks)
-            guard.hold(module.__dict__, *names)
-            if module._modules:
-                guard.watch_children(module)
-        return guard
 
     # ----------------------------------------------------------------------------------------------------------------
     # What is watched
@@ -72,13 +50,9 @@ class ModuleGuard:
         """
         attributes = module.__dict__
         for kept in ("_parameters", "_buffers"):
-            for name, t in attributes[kept].items():
+            for name in attributes[kept]:
                 self._hold(self._tensors, attributes, kept)  # this dict itself: __init__ puts another in its place
                 self._hold(self._tensors, attributes[kept], name)
-                if self._with_memory and t is not None:
-                    self._located.append(t)
-                    self._addresses.append(t.data_ptr())
-                    self._dtypes.append(t.dtype)
         self.hold(attributes, FORWARD)
         for name in ATTRIBUTES:
             if name in attributes:
@@ -93,7 +67,6 @@ class ModuleGuard:
         attributes, is_root = module.__dict__, module is self._root()
         for name in hooks:
             if attributes.get(name):
-                self._was_hooked = True
                 self.hold(attributes, name)
             elif is_root:
                 self._absent_from_root.append(name)
@@ -144,10 +117,6 @@ class ModuleGuard:
     def is_root(self, module: nn.Module) -> bool:
         return self._root() is module
 
-    def has_hooks(self) -> bool:
-        """Whether a module that was watched has hooks now, or had some then, or every module has."""
-        return self._was_hooked or self._has_more_hooks()
-
     def _has_more_hooks(self) -> bool:
         own = self._root().__dict__.get
         return has_global_hooks() or not self._entries.are_false(*self._absent) or any(map(own, self._absent_from_root))
@@ -163,8 +132,6 @@ class ModuleGuard:
             and self._entries.are_same(*self._tensors)
             and self._entries.are_equal(*self._others)
             and self._entries.have_types(self.modules, self._types)
-            and list(map(torch.Tensor.data_ptr, self._located)) == self._addresses
-            and list(map(_DTYPE, self._located)) == self._dtypes
         )
 
     def is_current(self) -> bool:

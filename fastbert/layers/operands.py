@@ -73,7 +73,6 @@ def run_on_context(
     layers: Sequence[nn.Module],
     specs: Sequence[LayerSpec],
     context: LayerContext,
-    trains: bool,
 ) -> torch.Tensor:
     """What `ops.try_fused` has answered for layers of `specs` over x, called with what they share: (total_tokens,
     hidden_size). `layers`: they themselves, read where they have relative terms.
@@ -82,8 +81,7 @@ def run_on_context(
     has_relative = bool(context.relative) and any([spec.relative_bits for spec in specs])
     relative = _relatives(layers, specs, context, ops.compute_dtype(x)) if has_relative else ()
     batch = context.batch
-    arguments = (batch.cu_seqlens, tables, context.window_positions, relative, batch.num_keys)
-    return call(*arguments, max_seqlen=batch.max_seqlen, cache=batch.cache) if trains else call(*arguments)
+    return call(batch.cu_seqlens, tables, context.window_positions, relative, batch.num_keys)
 
 
 def _rotaries(specs: Sequence[LayerSpec]) -> list[RotarySpec]:

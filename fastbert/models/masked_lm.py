@@ -23,7 +23,7 @@ from fastbert.layers.leaves import (
     weights_of,
     within,
 )
-from fastbert.layers.norms import make_norm, norm_type_of, norm_weights
+from fastbert.layers.norms import make_norm
 from fastbert.layers.resizing import resize_rows
 from fastbert.models.heads import HeadModel, class_labels, token_labels
 from fastbert.models.outputs import Deferred
@@ -133,20 +133,12 @@ class MaskedLMHeadModel(HeadModel):
 
     def decoder_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy of decoder(hidden) (tokens, vocab_size), without padding rows (-100)."""
-        read = self._read_decoder()
-        if read is not None:
-            return ops.cross_entropy(hidden, *read, labels)
-        logits = self.decoded(hidden)
-        return ops.logits_cross_entropy(logits, labels)
-
-    def _read_decoder(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """The decoder's weight and bias, where calling it is a product with these; else None."""
         decoder, lone = self.get_output_embeddings(), self.lone_bias
         if isinstance(decoder, nn.Embedding) and lone is not None:
-            return decoder.weight, lone
+            return ops.cross_entropy(hidden, decoder.weight, lone, labels)
         if is_plain(decoder, nn.Linear) and (lone is None or decoder.bias is None):
-            return decoder.weight, decoder.bias if lone is None else lone
-        return None
+            return ops.cross_entropy(hidden, decoder.weight, decoder.bias if lone is None else lone, labels)
+        return ops.logits_cross_entropy(self.decoded(hidden), labels)
 
     @property
     def lone_bias(self) -> torch.Tensor | None:
@@ -229,27 +221,10 @@ class MaskedLMHeadModel(HeadModel):
     def masked_lm_loss(self, packed: torch.Tensor, batch: PackedBatch, labels: torch.Tensor) -> torch.Tensor:
         """The whole head runs for labelled tokens only; `labels` of tokens, packed."""
         kept = labelled_tokens(labels, batch)
-        fused = ops.try_fused("masked_lm_loss", packed, self._operands_of_loss)
-        if callable(fused):
-            return fused(kept, labels)
         packed, labels = packed.index_select(0, kept), labels.index_select(0, kept)
         if self.needs_scores():
             return ops.logits_cross_entropy(self.masked_lm_scores(packed), labels)
         return self.decoder_loss(self.masked_lm_hidden(packed), labels)
-
-    def _operands_of_loss(self) -> ops.MaskedLMOperands | str:
-        """What the op for the whole head takes, or why the head's leaves are called."""
-        names, decoder = self.masked_lm, self._read_decoder()
-        if names.dense is None or names.second is not None or names.norm is None:
-            return "the head has no dense or no norm, or two of the first"
-        scopes = {self.inner_container, self.outer_container, parent_of(names.dense)}
-        if any([is_called(self, path) for path in scopes if path is not None]):
-            return "a container of the head has hooks"
-        dense, norm = get_leaf(self, names.dense), get_leaf(self, names.norm)
-        if decoder is None or not is_linear(dense) or norm_type_of(norm) != "layer":
-            return "a leaf of the head is no plain module"
-        activation = ACTIVATIONS[value_of(names.activation, self.config)]
-        return ops.MaskedLMOperands(weights_of(dense), activation, norm_weights(norm), *decoder)
 
 
 class ForMaskedLM(MaskedLMHeadModel):

@@ -16,11 +16,10 @@ from fastbert.ops.layers.encoder_layers import LayerOperands, LayerWeights, Line
 from fastbert.ops.linear.feed_forward import activation, feed_forward
 from fastbert.ops.linear.linear import are_weights_packed, linear, linears, multiplies_bf16, repack
 from fastbert.ops.linear.recorded_writes import only_recorded_writes
-from fastbert.ops.loss import MaskedLMOperands, cross_entropy, logits_cross_entropy, sequence_cross_entropy
+from fastbert.ops.loss import cross_entropy, logits_cross_entropy, sequence_cross_entropy
 from fastbert.ops.maxsim import in_int8, maxsim
 from fastbert.ops.normalize import normalize
 from fastbert.ops.optim.adamw import DeferredRows, adamw, adamw_deferred
-from fastbert.ops.optim.adamw_flat import FlatState, adamw_flat, step_numbers
 from fastbert.ops.packing import pack, unpack
 from fastbert.ops.pooling import pooling
 from fastbert.ops.seeds import StepSeeds, seeds_from, with_same_seeds
@@ -28,12 +27,10 @@ from fastbert.ops.seeds import StepSeeds, seeds_from, with_same_seeds
 __all__ = [
     "DeferredRows",
     "EncoderOperands",
-    "FlatState",
     "HeldEncoder",
     "LayerOperands",
     "LayerWeights",
     "LinearWeights",
-    "MaskedLMOperands",
     "NormWeights",
     "Relative",
     "Rotary",
@@ -41,7 +38,6 @@ __all__ = [
     "activation",
     "adamw",
     "adamw_deferred",
-    "adamw_flat",
     "add_layer_norm",
     "add_rms_norm",
     "are_weights_packed",
@@ -69,7 +65,6 @@ __all__ = [
     "rotate",
     "seeds_from",
     "sequence_cross_entropy",
-    "step_numbers",
     "transform_unsupported",
     "try_fused",
     "unpack",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fastbert.backend import Backend, register, register_fused, select
+from fastbert.backend import Backend, register, select
 from fastbert.ops._common import (
     Differentiable,
     Rule,
@@ -19,10 +19,8 @@ from fastbert.ops._common import (
     needs_grad,
     triton_unsupported,
 )
-from fastbert.ops.layer_norm import norm_alone, norm_alone_backward
-from fastbert.ops.layers.encoder_layers import LinearWeights, NormWeights
 from fastbert.ops.linear.linear import linear, supports_gemm_cpu
-from fastbert.ops.linear.torch_backend import ACTIVATIONS_BACKWARD, activation_torch, product
+from fastbert.ops.linear.torch_backend import product
 from fastbert.ops.packing import check_offsets_on_cpu, int32_offsets, token_sequences
 
 # The loss over labelled tokens and, unless needs_grad is False, its gradients for a dloss of 1.
@@ -204,111 +202,3 @@ def sequence_cross_entropy(logits: torch.Tensor, cu_seqlens: torch.Tensor, targe
     check_devices("sequence_cross_entropy", logits=logits, cu_seqlens=cu_seqlens, targets=targets)
     cu_seqlens = int32_offsets("sequence_cross_entropy", cu_seqlens)
     return _sequence_cross_entropy_torch(logits, cu_seqlens, targets)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# masked_lm_loss: a head of masked words (Devlin et al. 2018, section 3.1) and its loss, as one step of autograd. Dense,
-# activation, norm and cross_entropy of the tokens that have a label are a dozen operators for the host of a GPU, and as
-# many steps back, most of them casts of autocast's. This is a fused op: where no backend has it, or the head is not
-# plain, the ops run one by one (models/masked_lm.py).
-
-
-class MaskedLMOperands(NamedTuple):
-    """A plain head: activation(x dense^T + bias), a LayerNorm, and the decoder, whose weight may be the word table."""
-
-    dense: LinearWeights
-    activation: str
-    norm: NormWeights
-    decoder_weight: torch.Tensor
-    decoder_bias: torch.Tensor | None
-
-    @property
-    def parameters(self) -> tuple[torch.Tensor | None, ...]:
-        """As a call has them, behind the tensors of the batch."""
-        return *self.dense[:2], *self.norm[:2], self.decoder_weight, self.decoder_bias
-
-
-class _HeadCall(NamedTuple):
-    """dtype: of the products, to which hidden_states and matrices are cast; shape, hidden_dtype: of hidden_states."""
-
-    activation: str
-    eps: float
-    dtype: torch.dtype
-    shape: torch.Size
-    hidden_dtype: torch.dtype
-
-
-def _head_forward(backend, call, hidden_states, indices, labels, dense, dense_bias, weight, bias, table, table_bias):
-    """The gradients of what goes into the decoder and of its parameters are made with the loss: see cross_entropy."""
-    dense, dense_bias, table, table_bias = (
-        None if t is None else t.to(call.dtype) for t in (dense, dense_bias, table, table_bias)
-    )
-    x, labels = hidden_states.index_select(0, indices).to(call.dtype), labels.index_select(0, indices)
-    pre = torch.mm(x, dense.t()) if dense_bias is None else torch.addmm(dense_bias, x, dense.t())
-    inner = activation_torch(pre, call.activation)
-    out, mean, rstd = norm_alone(backend, inner, weight, bias, call.eps)
-    loss, *gradients = _CROSS_ENTROPY(out, table, table_bias, labels, *CrossEntropyOptions(), True)
-    return loss, (indices, x, dense, pre, inner, mean, rstd, weight, *gradients)
-
-
-def _head_backward(backend, call, needed, saved, dloss):
-    indices, x, dense, pre, inner, mean, rstd, weight, dout, dtable, dtable_bias = saved
-    scale, parameter_dtype = dloss.to(call.dtype), weight.dtype  # that of all parameters
-    dinner, dweight, dbias = norm_alone_backward(backend, dout * scale, inner, mean, rstd, weight)
-    dpre = ACTIVATIONS_BACKWARD[call.activation](dinner, pre)
-    dx = ddense = ddense_bias = None
-    if needed[0]:
-        dx = torch.mm(dpre, dense).to(call.hidden_dtype)
-        dx = dx.new_zeros(call.shape).index_add_(0, indices, dx)
-    if needed[3]:
-        ddense = torch.mm(dpre.t(), x).to(parameter_dtype)
-    if needed[4]:
-        ddense_bias = dpre.sum(0).to(parameter_dtype)
-    if needed[7]:
-        dtable = _scaled(dtable, scale, parameter_dtype)
-    if needed[8]:
-        dtable_bias = _scaled(dtable_bias, scale, parameter_dtype)
-    return dx, None, None, ddense, ddense_bias, dweight, dbias, dtable, dtable_bias
-
-
-_HEAD_RULE = Rule(_head_forward, _head_backward)
-
-
-def _supports_head(x: torch.Tensor) -> str | None:
-    if torch.compiler.is_compiling():
-        return "a graph of torch.compile has the ops of its head"
-    if not torch.is_grad_enabled():
-        return "it is for training: gradients are off"
-    if x.dim() != 2:
-        return f"hidden_states has {x.dim()} dimensions, the kernels take (total_tokens, hidden_size)"
-    if torch.is_autocast_enabled(x.device.type) and compute_dtype(x) is not torch.bfloat16:
-        return f"under autocast to {compute_dtype(x)} sums stay in float32"
-    return triton_unsupported(x)
-
-
-def _accepts_head(x: torch.Tensor, operands: MaskedLMOperands) -> str | None:
-    if operands.dense.weight_scale is not None:
-        return "weights are int8"
-    dtypes = {p.dtype for p in operands.parameters if p is not None}
-    if len(dtypes) > 1:
-        return f"the head's parameters are {' and '.join(sorted(map(str, dtypes)))}"
-    (parameter_dtype,) = dtypes
-    is_autocast = torch.is_autocast_enabled(x.device.type)
-    if parameter_dtype is not torch.float32 if is_autocast else parameter_dtype is not x.dtype:
-        return f"hidden_states are {x.dtype}, the head's parameters {parameter_dtype}"
-    if operands.decoder_weight.shape[1] > 8192:
-        return f"embedding_size {operands.decoder_weight.shape[1]} is above 8192, that of add_layer_norm"
-    if not needs_grad(x, *operands.parameters):
-        return "it is for training: nothing takes a gradient"
-    return None
-
-
-def _run_head(x: torch.Tensor, operands: MaskedLMOperands, indices: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """x: (total_tokens, hidden_size). indices: int64 (n,), the tokens that have a label, and maybe others. labels:
-    int64 (total_tokens,), -100 where there is none. Returns the mean loss, float32 ().
-    """
-    call = _HeadCall(operands.activation, operands.norm.eps, compute_dtype(x), x.shape, x.dtype)
-    return Differentiable.apply(_HEAD_RULE, Backend.TRITON, call, x, indices, labels, *operands.parameters)
-
-
-register_fused("masked_lm_loss", Backend.TRITON, _supports_head, _accepts_head, _run_head)

@@ -16,7 +16,7 @@ class StepSeeds:
 
     An op that draws for itself launches a kernel for two numbers, on a GPU, and moves a generator on. Inside of
     `seeds_from` it takes the next row instead. Which rows an op gets depends on the ops before it alone, so a step
-    repeats with its seed, op by op or captured.
+    repeats with its seed.
     """
 
     def __init__(self, device: torch.device | str):

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastbert.cuda_graphs.capture import Graphs
 from fastbert.data.batches import Steps, StepSampler
 from fastbert.data.loader import WorkerKilled
 from fastbert.errors import TrainingError
@@ -32,6 +31,8 @@ from fastbert.training.schedules import Schedule
 from fastbert.training.stopping import SIGNALS, leave_by, signals_wait
 from fastbert.training.task import Phase, Task
 from fastbert.training.train_step import TrainStep
+
+_LOSSES = 1024  # that lie apart until they are looked at
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Loop:
     a run that was stopped goes on with the same bits. `evaluate` is called on all ranks and gives the same numbers on
     all; `keep_best` is called when they are the best so far. `on_log` gets each row of the log. `at_end` is called
     behind the last step, while the last checkpoint is written: it leaves the weights as they are, and the disk's room
-    to the checkpoint. `say` gets a line before the first step of a run whose steps are captured, by `graphs`.
+    to the checkpoint. `say` gets a line where a run ends before its last step.
     """
 
     def __init__(
@@ -104,7 +105,6 @@ class Loop:
         on_log: Callable[[dict[str, Any]], None] = lambda row: None,
         on_step: Callable[[int], None] = lambda tokens: None,
         say: Callable[[str], None] = lambda line: None,
-        graphs: Graphs | None = None,
     ):
         self.task, self.model, self.hidden_size = task, model, hidden_size
         self.optimizer, self.schedule, self.process_group, self.options = optimizer, schedule, process_group, options
@@ -115,19 +115,9 @@ class Loop:
         from fastbert.training.checkpoints import Checkpoints
 
         self.checkpoints = Checkpoints(folder / "checkpoints", process_group, options.keep)
-        self._step = TrainStep(
-            task,
-            model,
-            optimizer,
-            process_group,
-            max_norm=options.max_norm,
-            bf16=options.bf16,
-            parts=options.parts,
-            graphs=graphs,
-        )
-        self._waiting: list[torch.Tensor] = []  # losses of earlier steps, which were not looked at
+        self._step = TrainStep(task, model, optimizer, process_group, max_norm=options.max_norm, bf16=options.bf16)
+        self._losses: list[torch.Tensor] = []  # of steps, which were not looked at: (), or of many (n,)
         self._tokens, self._since = 0, time.perf_counter()
-        self._has_said = False
         self._signals: list[int] = []
         self._stop: signal.Signals | None = None  # what all ranks have agreed on
 
@@ -202,10 +192,6 @@ class Loop:
         sampler, examples = sampler_of(self.task, phase, self.options, self.hidden_size, self.process_group, self.state)
         collate = self.task.collate(phase)
         self._check_data(zlib.crc32(sampler.steps.lengths.tobytes()))
-        said = self._step.prepare(collate, examples, sampler, phase)
-        if said and not self._has_said:
-            self.say(said)
-            self._has_said = True
         with closing(self._step.batches(collate, examples, sampler, self.options.workers)) as steps:
             yield from steps
 
@@ -232,9 +218,9 @@ class Loop:
         _seed(process_group.device, seed)
         tokens = sum(batch["batch"].total_tokens for batch in batches)
         self.schedule.set(state.step)
-        self._step(batches, shares, seed)
-        if self._step.losses.is_full:
-            self._waiting.append(self._step.losses.read())
+        self._losses.append(self._step(batches, shares, seed))
+        if len(self._losses) == _LOSSES:
+            self._losses = [_joined(self._losses)]
         self._tokens += tokens
         state.step, state.epoch_step = state.step + 1, state.epoch_step + 1
         self.on_step(tokens)
@@ -257,7 +243,6 @@ class Loop:
         is_saved = _is_due(step, options.save_every) or self._stop is not None
         if not (is_evaluated or is_saved or is_last or _is_due(step, options.log_every)):
             return
-        self._step.recheck_guard()
         row = self._read_losses()
         if is_evaluated or is_saved or is_last:
             catch_up(self.optimizer)
@@ -286,7 +271,7 @@ class Loop:
 
     def _read_losses(self) -> dict[str, Any]:
         """The row of the steps since the last one. This waits for the device, so it is not done in every step."""
-        own, state = torch.cat([*self._waiting, self._step.losses.read()]), self.state
+        own, state = _joined(self._losses), self.state
         losses = own.clone()
         if self.process_group.size > 1:  # each rank has its share of the sum
             dist.all_reduce(losses)
@@ -305,10 +290,7 @@ class Loop:
             "tokens": tokens,
             "tokens_per_second": tokens / (time.perf_counter() - self._since),
         }
-        if self._step.objections:
-            row["op_by_op"] = "; ".join(sorted(self._step.objections))
-        self._waiting, self._tokens = [], 0
-        self._step.objections.clear()
+        self._losses, self._tokens = [], 0
         return row
 
     def _check_weights(self) -> None:
@@ -377,6 +359,11 @@ def sampler_of(
         parts=options.parts,
     )
     return sampler, examples
+
+
+def _joined(losses: list[torch.Tensor]) -> torch.Tensor:
+    """(n,), the oldest first, on the device: to look at them is a wait."""
+    return torch.cat([loss.view(-1) for loss in losses])
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from fastbert import ops
-from fastbert.backend import first_to_serve
 from fastbert.errors import ConfigError
 from fastbert.models.base import PreTrainedModel, held_models
-from fastbert.training.flat import FlatOptimizer, groups_unsupported, optimizer_unsupported
 
 OPTIMIZERS = ("adamw", "lamb")
+
+# What of a group's options fastbert.ops computes in one pass over all weights. With other values a step is torch's own.
+_ONE_PASS = {"amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": True}
 
 
 def parameter_groups(
@@ -122,8 +122,8 @@ class _WithoutDynamo(torch.optim.Optimizer):
 
 
 class AdamW(_WithoutDynamo, torch.optim.AdamW):
-    """torch's AdamW, whose state it has. In `clip_and_step` all weights take one pass, clipping included
-    (fastbert.ops.adamw on a CPU, adamw_flat on a GPU).
+    """torch's AdamW, whose state it has. In `clip_and_step` all weights take one pass, clipping included,
+    on a CPU (fastbert.ops.adamw); on a GPU the step is torch's fused one.
 
     Rows of a table that has sparse gradients take a step only when they are looked up again. Call `catch_up` before you
     read such a table or write to it, before you load a state into the model for example (what PyTorch notices of that
@@ -134,11 +134,10 @@ class AdamW(_WithoutDynamo, torch.optim.AdamW):
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
         self._deferred: dict[torch.Tensor, ops.DeferredRows] = {}
-        self._flat: FlatOptimizer | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._deferred, self._flat = {}, None
+        self._deferred = {}
 
     def __getstate__(self) -> dict[str, Any]:
         self.catch_up()
@@ -176,11 +175,8 @@ class AdamW(_WithoutDynamo, torch.optim.AdamW):
         that fastbert.ops does not compute (amsgrad, maximize), sharded weights. Nothing has changed then.
         """
         weights = [p for group in self.param_groups for p in group["params"]]
-        if is_on_cpu(weights):
-            return None if groups_unsupported(self) is not None else self.step_on_cpu(max_norm)
-        return None if first_to_serve("adamw_flat", weights[0]) is None else self.step_flat(max_norm)
-
-    def step_on_cpu(self, max_norm: float) -> torch.Tensor:
+        if not is_on_cpu(weights) or not self._is_one_pass():
+            return None
         self._opt_called = True  # torch's schedulers ask whether there was a step before theirs
         weights, gradients = list[torch.Tensor](), list[torch.Tensor]()
         rates, decays = list[float](), list[float]()
@@ -215,31 +211,12 @@ class AdamW(_WithoutDynamo, torch.optim.AdamW):
             max_norm=max_norm,
         )
 
-    def step_flat(self, max_norm: float) -> torch.Tensor | None:
-        """A step over flat buffers, which take the weights' gradients: these gradients' norm. None where the weights,
-        gradients or options need torch's own step.
-        """
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None or type(p.grad) is not torch.Tensor or p.grad.is_sparse:
-                    return None
-        flat = self._flat if self._flat is not None and self._flat.is_of(self) else None
-        is_current = flat is not None and flat.is_current()
-        if optimizer_unsupported(self, counts_steps=not is_current) is not None:
-            return None
-        if flat is None:
-            self._flat = None  # its memory goes before the new one's comes
-            flat = self._flat = FlatOptimizer(self)
-        elif not is_current:
-            flat.adopt()
-        self._opt_called = True  # torch's schedulers ask whether there was a step before theirs
-        flat.take_gradients()
-        flat.begin([])
-        norm = flat.step(max_norm)
-        flat.count_step()
-        for hook in _global_optimizer_post_hooks.values():  # with one of its own, it does not come here
-            hook(self, (self,), {})
-        return norm
+    def _is_one_pass(self) -> bool:
+        """Whether fastbert.ops computes the step of all groups, by their options."""
+        first, *others = self.param_groups
+        if any(group["betas"] != first["betas"] or group["eps"] != first["eps"] for group in others):
+            return False
+        return all(group[name] == value for group in self.param_groups for name, value in _ONE_PASS.items())
 
     def _deferred_of(
         self,

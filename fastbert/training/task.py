@@ -14,8 +14,7 @@ from torch import nn
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.distributed import gradients_stay_local
 
-# What each of a loss's terms is divided by: in a step that is captured once and replayed a tensor, 0-dim float32.
-Totals = Sequence[torch.Tensor | float]
+Totals = Sequence[float]  # what each of a loss's terms is divided by
 
 
 @dataclass(frozen=True)
@@ -95,12 +94,6 @@ class Task:
                 part.backward()
             losses.append(part.detach())
         return torch.stack(losses).sum()
-
-    def uncapturable(self, parts: int) -> str | None:
-        """Why a step with so many batches cannot be `loss` and its backward, batch by batch, launched the same each
-        time (a GraphedStep); None: it can.
-        """
-        return None
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Numbers by name, of the evaluation data. `model` is in eval mode, has all weights, and is not wrapped; the

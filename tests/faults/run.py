@@ -87,7 +87,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def failing(*arguments: str) -> str | None:
-    """The first test that fails, or None where all pass. What simulates a GPU is asked, too: make simulated."""
+    """The first test that fails, or None where all pass."""
     done = python("-m", "pytest", "-x", "-q", "-m", "not full", "-p", "no:cacheprovider", *arguments)
     if done.returncode == 0:
         return None

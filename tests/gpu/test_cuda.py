@@ -15,7 +15,7 @@ from fastbert.native.availability import extension_error
 from fastbert.testing import reference
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
 
-pytestmark = pytest.mark.simulated  # test_cuda_smoke.py has each kernel once
+pytestmark = pytest.mark.full  # test_cuda_smoke.py has each kernel once
 each_dtype = pytest.mark.parametrize("dtype", cuda.DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 # Rows of one warp in every size of a thread's part, of several warps, of loads of 16 bytes and of single elements.
 SHAPES = ((0, 64), (5, 1), (5, 33), (6, 80), (3, 384), (6, 768), (3, 1024), (2, 1500), (1, 8192))

@@ -82,7 +82,7 @@ def cuda_headers() -> Path:
     pytest.skip("there is no cuda_runtime.h, neither CUDA's nor Triton's")
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 @pytest.mark.parametrize("source", sorted(ROOT.glob("csrc/ops/cuda/*.cpp")), ids=lambda path: path.stem)
 def test_operators_compile_against_torch_s_headers_for_cuda(source):
     """Linking them takes a torch that is built with CUDA; its headers are in every torch."""

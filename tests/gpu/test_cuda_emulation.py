@@ -8,7 +8,7 @@ import subprocess
 import cuda_kernels as cuda
 import pytest
 
-pytestmark = pytest.mark.simulated
+pytestmark = pytest.mark.full
 
 
 def run(fault: str, order: str = "up") -> subprocess.CompletedProcess:

@@ -8,7 +8,7 @@ from functools import partial
 import cuda_kernels
 import pytest
 import torch
-from full import halved, left_to_full, left_to_simulated
+from full import halved, left_to_full
 from seeds import manual_seed
 from torch._C._profiler import _EventType
 
@@ -104,7 +104,7 @@ def check(backend, tensors, activation, form="plain"):
         assert torch.equal(ours(**{"up_bias": None, **tensors}), actual["out"])
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 @left_to_full(lambda p: p["dtype"] is torch.float16)  # which the rule does not tell from bfloat16
 @halved
 @needs_triton
@@ -135,7 +135,7 @@ class Launched:
 
 
 @halved
-@left_to_simulated(lambda p: p["activation"] != "gelu" or p["dtype"] is not torch.bfloat16)
+@left_to_full(lambda p: p["activation"] != "gelu" or p["dtype"] is not torch.bfloat16)
 @left_to_full(lambda p: p["backend"] == "epilogue" and p["dtype"] is torch.float16 and p["activation"] != "gelu")
 @each_form
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -147,7 +147,7 @@ def test_against_oracle(backend, activation, dtype, form):
 SHAPES = ((1, 16, 16), (17, 33, 31), (32, 16, 64), (5, 16, 1), (3, 8, 17), (2, 16, 100))
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 @halved
 @each_form
 @pytest.mark.parametrize("rows,hidden_size,intermediate_size", SHAPES, ids=str)
@@ -164,7 +164,7 @@ def test_no_tokens(backend, form):
     assert all(not grad.any() and grad.shape == tensors[name].shape for name, grad in found.items() if name != "out")
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 @each_form
 def test_large_values_stay_finite(backend, form):
     tensors = make(16, 16, 32, torch.float32, form=form)
@@ -173,7 +173,7 @@ def test_large_values_stay_finite(backend, form):
         check(backend, tensors, activation, form)
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 @each_form
 def test_operands_with_gaps_give_the_same_and_stay_as_they_are(backend, form):
     tensors = make(24, 16, 48, torch.float32, form=form)
@@ -224,7 +224,7 @@ def test_the_cuda_operators_compute_in_the_operands_dtype_under_autocast(request
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 @each_form
 def test_the_same_bits_every_time(backend, form):
     tensors, dout = make(40, 48, 72, torch.bfloat16, form=form), torch.randn(40, 48)
@@ -232,7 +232,7 @@ def test_the_same_bits_every_time(backend, form):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 @left_to_full(lambda p: p["form"] == "merged")  # takes the arguments of both others
 @halved
 @each_form

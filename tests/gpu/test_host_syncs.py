@@ -6,7 +6,7 @@ import pytest
 import torch
 from batches import make_batch, make_labels
 from family_configs import CHOICES, config_for, make_config
-from full import halved, left_to_full, left_to_simulated
+from full import halved, left_to_full
 from hf import make_hf
 from host_syncs import HostSyncs, no_value_is_on_the_host
 from slack import with_capacity
@@ -96,7 +96,7 @@ def test_unchecked_a_batch_is_not_waited_for(kind, unchecked):
         assert len(found) == 1 and prepared.batch.max_seqlen == int(lengths.max())
 
 
-@left_to_simulated(lambda p: p["kind"] != "holes")
+@left_to_full(lambda p: p["kind"] != "holes")
 @pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
@@ -160,7 +160,7 @@ def make_packed(model_type: str, head: str, kind: str) -> fastbert.PackedInputs:
 
 @pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
 @left_to_full(lambda p: ALL_HEADS.index((p["model_type"], p["head"])) % 2 == 1)
-@left_to_simulated(lambda p: p["model_type"] != "bert" or p["head"] != "PreTraining")
+@left_to_full(lambda p: p["model_type"] != "bert" or p["head"] != "PreTraining")
 @pytest.mark.parametrize(("model_type", "head"), ALL_HEADS)
 def test_a_training_step_on_packed_inputs_waits_for_nothing(model_type, head):
     """Forward, loss and backward, on the kernels that a GPU runs; dropout, too; slack behind the batch, or padding."""
@@ -214,7 +214,7 @@ def test_a_loss_of_vectors_waits_for_nothing(loss):
     assert syncs.found == [] and vectors.grad.isfinite().all()
 
 
-@left_to_simulated(lambda p: p["head"] == "TokenClassification")  # whose loss goes as that of MaskedLM
+@left_to_full(lambda p: p["head"] == "TokenClassification")  # whose loss goes as that of MaskedLM
 @pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
 @pytest.mark.parametrize("head", ("TokenClassification", "MaskedLM", "QuestionAnswering"))
 def test_a_training_step_of_an_accelerated_model_waits_once(head):

@@ -16,7 +16,7 @@ from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
 
 
-@pytest.fixture(params=("one op", pytest.param("op by op", marks=pytest.mark.simulated)))
+@pytest.fixture(params=("one op", pytest.param("op by op", marks=pytest.mark.full)))
 def is_one_op(request, monkeypatch):
     """Of the layers."""
     if request.param == "op by op":
@@ -24,7 +24,7 @@ def is_one_op(request, monkeypatch):
     return request.param == "one op"
 
 
-@pytest.mark.parametrize("autocast", (False, pytest.param(True, marks=pytest.mark.simulated)))
+@pytest.mark.parametrize("autocast", (False, pytest.param(True, marks=pytest.mark.full)))
 def test_loss_and_gradients(autocast, is_one_op):
     model, batch = make()
     model.eval()  # no dropout
@@ -40,7 +40,7 @@ def test_loss_and_gradients(autocast, is_one_op):
             assert_close_to_reference(found, oracle[name], baseline[name], GRADIENT_FACTOR, name)
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 def test_dropout_in_training_repeats_with_its_seed(is_one_op):
     """And every op of the model ran as a Triton kernel."""
     model, batch = make()

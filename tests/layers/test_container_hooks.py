@@ -147,7 +147,7 @@ def test_what_hooks_see(model_type, mode):
     lambda p: p["backend"] == "triton" and p["mode"] is not torch.enable_grad
 )  # interpreted kernels know none
 @pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode, torch.enable_grad))
-@pytest.mark.parametrize("backend", ("auto", "torch", pytest.param("triton", marks=pytest.mark.simulated)))
+@pytest.mark.parametrize("backend", ("auto", "torch", pytest.param("triton", marks=pytest.mark.full)))
 def test_every_kind_of_hook_runs(backend, mode, monkeypatch):
     if backend == "triton":
         monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -277,7 +277,7 @@ def test_sequences_without_tokens(model_type, head, mask):
         assert grad is None or torch.isfinite(grad).all(), name
 
 
-@pytest.mark.parametrize("backend", ("torch", "cpu", pytest.param("triton", marks=pytest.mark.simulated)))
+@pytest.mark.parametrize("backend", ("torch", "cpu", pytest.param("triton", marks=pytest.mark.full)))
 @pytest.mark.parametrize("model_type", ("bert", "roberta"))
 def test_slack_may_be_longer_than_any_sequence(model_type, backend):
     """Rows behind the last sequence stand in no place: more of them than there are positions change nothing."""

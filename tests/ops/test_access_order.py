@@ -67,7 +67,7 @@ CALLS = {
 }
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 @halved
 @pytest.mark.parametrize("name", CALLS)
 def test_no_thread_stores_what_another_may_still_read(name):

@@ -8,7 +8,7 @@ import math
 import cuda_kernels as cuda
 import pytest
 import torch
-from full import halved, left_to_simulated
+from full import halved, left_to_full
 from isas import CPU_BACKENDS, backend_with_isa, device_of
 
 from fastbert import ops
@@ -17,7 +17,7 @@ from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR
 
 BACKENDS = (*CPU_BACKENDS, "triton", "cuda-emulated")
 each_dtype = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("float32", "bfloat16"))
-emulated_left_to_simulated = left_to_simulated(lambda p: p["backend"] == "cuda-emulated")
+emulated_left_to_full = left_to_full(lambda p: p["backend"] == "cuda-emulated")
 each_activation = pytest.mark.parametrize("activation", ("gelu", "gelu_tanh", "relu", "tanh", "silu"))
 
 # The powers of 2 at which a range begins: many where functions bend, every eighth one where they do not.
@@ -83,8 +83,8 @@ def routes(x, activation, backend):
     return {name: [None if t is None else t.cpu() for t in pair] for name, pair in found.items()}
 
 
-@emulated_left_to_simulated
-@left_to_simulated(lambda p: p["backend"] == "triton" and p["activation"] != "tanh")
+@emulated_left_to_full
+@left_to_full(lambda p: p["backend"] == "triton" and p["activation"] != "tanh")
 @halved
 @each_activation
 @each_dtype
@@ -117,7 +117,7 @@ def test_every_range_of_magnitudes_by_itself(backend, dtype, activation):
                 )
 
 
-@emulated_left_to_simulated
+@emulated_left_to_full
 @halved
 @each_activation
 @each_dtype
@@ -134,7 +134,7 @@ def test_limits_are_exact(backend, dtype, activation):
         assert slope is None or torch.equal(slope, zero), f"{name} {slope}"
 
 
-@emulated_left_to_simulated
+@emulated_left_to_full
 @halved
 @each_activation
 @each_dtype

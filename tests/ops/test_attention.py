@@ -26,7 +26,7 @@ from attention_cases import (
     rotary_of,
     tables,
 )
-from full import halved, left_to_full, left_to_simulated, triton_left_to_simulated
+from full import halved, left_to_full, triton_left_to_full
 
 from fastbert.ops import attention, attention_from_probs, attention_probs
 from fastbert.testing import reference
@@ -36,7 +36,7 @@ from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 backend = attention_cases.backend  # the fixture
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @left_to_full(lambda p: is_interpreted_in_16_bits(p) and p["case"].id not in ("ragged", "slack", "all-empty"))
 @left_to_full(lambda p: is_met_in_the_other_dtype(p, LENGTHS.index(p["case"])))
 @pytest.mark.parametrize("case", LENGTHS, ids=lambda c: c.id)
@@ -51,7 +51,7 @@ def test_against_oracle(backend, dtype, case):
 HEAD_DIMS = (2, 7, 33, 64, 96, 128, 256)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @left_to_full(
     lambda p: (
         p["backend"] == "triton"
@@ -68,7 +68,7 @@ def test_any_head_dim(backend, dtype, head_dim):
         check(backend, case, make(case, num_heads, head_dim, dtype))
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @left_to_full(lambda p: p["backend"] == "triton" and (max(p["lengths"]) > 500) != (p["dtype"] is torch.bfloat16))
 @left_to_full(lambda p: is_met_in_the_other_dtype(p, len(p["lengths"])))
 @pytest.mark.parametrize("lengths", ((5, 6, 7, 11, 12, 13, 23, 24, 25), (63, 64, 65, 129), (511, 513, 1030)), ids=str)
@@ -89,7 +89,7 @@ ADVERSARIAL = {
 }
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @halved
 @left_to_full(lambda p: is_interpreted_in_16_bits(p) and p["softmax_scale"] < 0)
 @pytest.mark.parametrize("softmax_scale", (0.5, -0.5))
@@ -115,9 +115,7 @@ def test_keys_and_values_with_a_mean(backend, dtype):
 SCALES = (0.0, -0.0, -1e-300, 1e-45, -0.25)  # fp32 has no 1e-300, and 1e-45 is its smallest number
 
 
-@left_to_simulated(
-    lambda p: p["backend"] == "triton" and (p["dtype"], str(p["softmax_scale"])) != (torch.float32, "0.0")
-)
+@left_to_full(lambda p: p["backend"] == "triton" and (p["dtype"], str(p["softmax_scale"])) != (torch.float32, "0.0"))
 @left_to_full(lambda p: is_interpreted_in_16_bits(p) and p["softmax_scale"] not in (0.0, -0.25))
 @left_to_full(lambda p: is_met_in_the_other_dtype(p, SCALES.index(p["softmax_scale"])))
 @pytest.mark.parametrize("softmax_scale", SCALES)
@@ -128,7 +126,7 @@ def test_any_scale(backend, dtype, softmax_scale):
         check(backend, case, make(case, 1, dtype=dtype), softmax_scale=softmax_scale)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @left_to_full(is_interpreted_in_16_bits)
 @each_dtype
 @each_kernel
@@ -194,7 +192,7 @@ def test_probs_are_those_of_the_output():
         assert probs[i].sum() == pytest.approx(4 * n)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @each_backend
 def test_under_autocast_it_runs_in_the_lower_dtype(backend):
     for case in (LENGTHS[1], RAGGED):

@@ -21,7 +21,7 @@ from attention_cases import (
     needs_extension,
     rotary_of,
 )
-from full import left_to_full, triton_left_to_simulated
+from full import left_to_full, triton_left_to_full
 from isas import OF_FLOATS, backend_with_isa
 from seeds import manual_seed
 from shares import assert_share
@@ -45,7 +45,7 @@ each_share = pytest.mark.parametrize(
 
 
 @left_to_full(lambda p: is_met_in_the_other_dtype(p, 0))
-@triton_left_to_simulated
+@triton_left_to_full
 @each_share
 def test_dropout_keeps_its_share_and_backward_the_mask(backend, dtype):
     case = Lengths("", (64,))
@@ -61,7 +61,7 @@ def test_dropout_keeps_its_share_and_backward_the_mask(backend, dtype):
 
 
 @left_to_full(lambda p: is_met_in_the_other_dtype(p, 0))
-@triton_left_to_simulated
+@triton_left_to_full
 @each_share
 def test_dropout_against_oracle(backend, dtype):
     longest = 66 if backend == "triton" else 130  # two tiles of 64 in either
@@ -126,7 +126,7 @@ def test_the_mask_is_that_of_the_counters(backend, dtype):
         assert torch.equal(backward[token : token + n, :, :n].transpose(0, 2) != 0, keep)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @each_backend
 def test_dropping_everything_leaves_zeros(backend):
     def f(q, k, v):

@@ -29,7 +29,7 @@ from attention_cases import (
     positions,
     rotary_of,
 )
-from full import halved, left_to_full, left_to_simulated, thinned, triton_left_to_simulated
+from full import halved, left_to_full, thinned, triton_left_to_full
 from isas import OF_FLOATS
 from layouts import assert_same_results
 from seeds import manual_seed
@@ -46,7 +46,7 @@ def cases_of(backend: str) -> tuple[Lengths, ...]:
     return (RAGGED, SLACK, LONG) if backend == "triton" else (RAGGED, EDGES, SLACK)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @thinned(3)
 @left_to_full(lambda p: is_interpreted_in_16_bits(p) and p["window_size"] not in WINDOWS[1::3])
 @pytest.mark.parametrize("window_size", WINDOWS, ids=str)
@@ -59,7 +59,7 @@ def test_windows(backend, dtype, window_size):
             check(backend, case, tensors, window_size=window_size, window_positions=places)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @halved
 @pytest.mark.parametrize("heads", ((6, 2), (3, 1)), ids=str)
 @each_dtype
@@ -74,7 +74,7 @@ def test_grouped_keys(backend, dtype, heads):
     check(backend, RAGGED, make(RAGGED, heads, 7, dtype), window_size=(5, 9))
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @thinned(3)
 @left_to_full(lambda p: is_interpreted_in_16_bits(p) and p["kind"] in ("halves", "pairs-by-token"))
 @each_kind
@@ -92,7 +92,7 @@ def test_rotary(backend, dtype, kind):
         check(backend, case, make(case, of_case, head_dim, dtype), rotary=rotary_of(case, head_dim, kind))
 
 
-@left_to_simulated(is_interpreted_in_16_bits)
+@left_to_full(is_interpreted_in_16_bits)
 @thinned(4)
 @left_to_full(lambda p: is_interpreted_in_16_bits(p) and p["kind"] != "pairs")
 @each_kind
@@ -129,7 +129,7 @@ def test_large_logits_and_scales_of_nothing(backend, dtype):
         check(backend, EDGES, (factor * q, factor * k, v), in_units=True, softmax_scale=softmax_scale, **options)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @left_to_full(lambda p: is_interpreted_in_16_bits(p) and p["window_size"] != (1, 3))
 @pytest.mark.parametrize("window_size", ((0, 0), (1, 3), (17, -1)), ids=str)
 @each_dtype
@@ -140,7 +140,7 @@ def test_any_scale_in_windows(backend, dtype, window_size):
         check(backend, case, make(case, 1, dtype=dtype), window_size=window_size, softmax_scale=softmax_scale)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @left_to_full(is_interpreted_in_16_bits)
 @each_dtype
 @each_kernel
@@ -152,7 +152,7 @@ def test_dropout_goes_by_token_head_and_key(backend, dtype):
         check(backend, case, make(case, (4, 2), dtype=dtype), keep=keep, dropout_p=0.25, seed=7, **options)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @thinned(3)
 @left_to_full(lambda p: p["backend"] == "triton" and p["dtype"] is torch.float32)
 @pytest.mark.parametrize("window_size", ((-1, -1), (70, 20)), ids=str)
@@ -179,7 +179,7 @@ def test_threads_and_runs_do_not_change_bits(backend, dtype, window_size):
         assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @each_kernel
 def test_a_window_that_hides_nothing_changes_no_bit(backend):
     """The positions of no holes are the places, with a stride as well; of the CPU's kernels that goes for any."""
@@ -202,7 +202,7 @@ def test_windows_wider_than_any_sequence(backend, window_size):
     check(backend, SLACK, make(SLACK, 1), window_size=window_size)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @left_to_full(is_interpreted_in_16_bits)
 @each_dtype
 @each_backend
@@ -249,7 +249,7 @@ def test_what_is_far_outside_of_the_window_is_not_visited(backend, dtype):
         assert torch.equal(found[far], expected[far]) and found[2048].isnan().all()
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @in_torch_cpu_and_triton
 def test_slices_and_tables_are_read_where_they_lie(backend):
     """Of a fused projection, of a wider table as transformers has it, with each half twice, or with no row in one

@@ -24,7 +24,7 @@ from attention_cases import (
     positions,
     rotary_of,
 )
-from full import left_to_full, left_to_simulated, thinned
+from full import left_to_full, thinned
 from isas import OF_FLOATS
 
 from fastbert.ops import attention, attention_from_probs, attention_probs
@@ -41,7 +41,7 @@ FEW = Lengths("few", (20, 5, 33), padding_rows=3)
 FEW_KEYS = torch.tensor([13, 0, 33], dtype=torch.int32)
 WINDOWS = ((-1, -1), (-1, 0), (3, 9), (70, 20))
 
-is_slow = left_to_simulated(lambda p: p["backend"] == "triton" and p["dtype"] is torch.bfloat16)
+is_slow = left_to_full(lambda p: p["backend"] == "triton" and p["dtype"] is torch.bfloat16)
 
 
 def of(backend: str) -> tuple[Lengths, torch.Tensor]:
@@ -60,7 +60,7 @@ def test_against_oracle(backend, dtype, window_size):
 
 
 @left_to_full(is_interpreted_in_16_bits)
-@left_to_simulated(lambda p: p["backend"] == "triton" and p["window_size"] != (3, 9))
+@left_to_full(lambda p: p["backend"] == "triton" and p["window_size"] != (3, 9))
 @pytest.mark.parametrize("window_size", WINDOWS, ids=str)
 @each_dtype
 @each_backend

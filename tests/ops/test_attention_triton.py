@@ -31,7 +31,7 @@ from fastbert.testing import reference
 from fastbert.testing.cases import LENGTHS, Lengths
 from fastbert.testing.numerics import assert_close_to_reference
 
-pytestmark = [needs_triton, pytest.mark.simulated]
+pytestmark = [needs_triton, pytest.mark.full]
 MANY = Lengths("many", tuple(i * 37 % 50 for i in range(300)), padding_rows=40)
 ONES = Lengths("ones", (1,) * 8)
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from full import halved, triton_left_to_simulated
+from full import halved, triton_left_to_full
 from isas import CPU_BACKENDS, backend_with_isa, device_of
 from layer_specs import spec_of
 from seeds import torch_generator
@@ -295,7 +295,7 @@ LITERAL = {
 }
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @halved
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=lambda d: str(d).removeprefix("torch."))
 @EVERY_BACKEND
@@ -314,7 +314,7 @@ def test_addresses_that_wide_loads_do_not_take(op, backend, dtype):
         check(ours, LITERAL[op], floats, dtype, joint=op == "attention", device=device)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @EVERY_BACKEND
 def test_whole_layers_at_such_addresses(backend):
     with backend_with_isa(backend) as name, use_backend(name):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from draw import Draw
-from full import halved, left_to_full, triton_left_to_simulated
+from full import halved, left_to_full, triton_left_to_full
 from isas import backend_with_isa
 from op_case import LAYOUTS, isolation, products_mix_rows
 from op_cases import OPS
@@ -128,7 +128,7 @@ def _has_empty(given: Any) -> bool:
     return any(isinstance(t, torch.Tensor) and not t.numel() for t in tree_leaves(given))
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @left_to_full(has_tests_of_its_own)
 @left_to_full(is_met_in_the_other_dtype)
 @any_backend
@@ -156,7 +156,7 @@ def test_one_case_against_the_formula(op, backend, dtype):
 
 
 @halved
-@triton_left_to_simulated
+@triton_left_to_full
 @left_to_full(has_tests_of_its_own)
 @left_to_full(is_met_in_the_other_dtype)
 @with_kernels
@@ -174,7 +174,7 @@ def test_the_same_bits_in_every_run_and_for_any_number_of_threads(op, backend, d
                 assert_same(found, expected)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @left_to_full(has_tests_of_its_own)
 @left_to_full(is_met_by_other_ops)
 @with_kernels
@@ -187,7 +187,7 @@ def test_any_layout_of_its_operands(op, backend, layout):
             one.case.compare(one.seed)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @left_to_full(has_tests_of_its_own)
 @left_to_full(is_met_in_the_other_dtype)
 @with_kernels
@@ -199,7 +199,7 @@ def test_what_is_not_finite_stays_in_its_row(op, backend, dtype):
                 isolation(one.draw, one.case, one.seed, one.out_groups, one.in_groups)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @left_to_full(has_tests_of_its_own)
 @with_kernels
 def test_the_backend_that_is_asked_for_runs(op, backend):
@@ -220,7 +220,7 @@ def test_torch_runs_torch_alone(op):
 
 
 @halved
-@triton_left_to_simulated
+@triton_left_to_full
 @left_to_full(has_tests_of_its_own)
 @once
 def test_opcheck(op, backend):

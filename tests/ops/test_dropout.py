@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from full import triton_left_to_simulated
+from full import triton_left_to_full
 from isas import WITHOUT_PRODUCTS, backend_with_isa, device_of
 from seeds import manual_seed
 from shares import assert_share
@@ -21,7 +21,7 @@ def backend(request):
         yield name
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("shape", ((64, 1030), (3, 5, 7), (1, 1), (300,)), ids=str)
 def test_what_is_kept_is_scaled_and_backward_has_the_same_mask(backend, shape, dtype):

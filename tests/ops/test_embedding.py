@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from full import halved, left_to_full, triton_left_to_simulated
+from full import halved, left_to_full, triton_left_to_full
 from isas import backend_with_isa, device_of
 from seeds import manual_seed, torch_generator
 from shares import assert_share
@@ -64,7 +64,7 @@ def check_embedding(backend, dtype, ids, tensors, **options):
 
 
 @halved
-@triton_left_to_simulated
+@triton_left_to_full
 @left_to_full(lambda p: p["backend"] == "triton" and p["dtype"] is not torch.float32 and p["tokens"] != 19)
 @pytest.mark.parametrize("names", ((), ("token_type",), ("weight",), ("token_type", "weight", "bias")), ids=str)
 @pytest.mark.parametrize("tokens,width", ((0, 64), (1, 33), (19, 80), (37, 384)), ids=str)
@@ -74,14 +74,14 @@ def test_against_oracle(backend, dtype, tokens, width, names):
     check_embedding(backend, dtype, inputs(tokens), tables(width, *names), eps=1e-7)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 def test_without_token_type_ids_every_token_is_of_type_0(backend):
     ids, positions, _ = inputs(19)
     tensors = tables(24, "token_type", "weight")
     check_embedding(backend, torch.float32, (ids, positions, None), tensors)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @halved
 @pytest.mark.parametrize(
     "names", ((), ("weight",), ("token_type", "weight"), ("token_type", "weight", "bias")), ids=str
@@ -96,7 +96,7 @@ def test_without_a_position_table(backend, dtype, names):
         check_embedding(backend, dtype, given, tensors, eps=1e-5)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @halved
 @pytest.mark.parametrize("names", ((), ("weight",), ("token_type", "weight", "bias")), ids=str)
 def test_own_rows_without_a_position_table(backend, names):
@@ -119,7 +119,7 @@ def inference(backend, ids, tensors, **options):
         return call(ops.embed_layer_norm, ids, device, backend=backend, **options)(**moved)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @each_dtype
 def test_the_fused_layer_norm_is_that_of_training(backend, dtype):
     skip_unless_served(backend, dtype)
@@ -133,7 +133,7 @@ def test_the_fused_layer_norm_is_that_of_training(backend, dtype):
     assert torch.equal(out, trained)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 def test_statistics_of_a_large_mean(backend):
     ids = inputs(9)
     tensors = tables(768, "token_type", "weight", "bias")
@@ -143,7 +143,7 @@ def test_statistics_of_a_large_mean(backend):
     assert_close_to_reference(inference(backend, ids, tensors), oracle, baseline)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 def test_own_rows_in_place_of_ids(backend):
     (ids, positions, types), tensors = inputs(13), tables(40, "token_type", "weight")
     device = device_of(backend)
@@ -198,7 +198,7 @@ def literal(dout, ids, rows):
     return total
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @halved
 @pytest.mark.parametrize(
     "name,width", [*((name, 24) for name in RUNS), ("random", 1), ("random", 300), ("across-every-border", 300)]
@@ -215,7 +215,7 @@ def test_gradient_of_a_table(backend, name, width):
         assert_close_to_reference(found, expected, baseline, GRADIENT_FACTOR, f"{name}, {dtype}")
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @halved
 @pytest.mark.parametrize("name", ("one-token", "one-id", "whole-chunks", "ends-beside-borders", "across-every-border"))
 @pytest.mark.parametrize("backend", ("cpu", "triton"), indirect=True)
@@ -230,7 +230,7 @@ def test_padding_row_takes_no_gradient(backend, name):
         assert torch.equal(found, everything)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @pytest.mark.parametrize("backend", ("cpu", "triton"), indirect=True)
 def test_no_row_sees_another(backend):
     ids = RUNS["ends-beside-borders"]
@@ -243,7 +243,7 @@ def test_no_row_sees_another(backend):
     assert torch.equal(found[others], expected[others])
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @only_triton
 @each_dtype
 def test_repeats_bit_for_bit(backend, dtype):
@@ -254,7 +254,7 @@ def test_repeats_bit_for_bit(backend, dtype):
     assert torch.equal(first, gradient(backend, dout.t().contiguous().t(), ids.int(), table))
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 def test_dropout_comes_last(backend):
     ids, tensors = inputs(40), tables(64, "token_type", "weight", "bias")
     manual_seed(3)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from full import halved, left_to_full, left_to_simulated
+from full import halved, left_to_full
 from isas import CPU_BACKENDS, backend_with_isa, device_of
 
 from fastbert import ops
@@ -65,7 +65,7 @@ def test_gradients_of_ids_beyond_a_table(bad, backend):
         torch.ops.fastbert.embed_bwd_cpu(torch.randn(70, WIDTH), given["input_ids"], given["word"], -1)
 
 
-@left_to_simulated(lambda p: (p["name"], p["bad"]) != ("position_ids", -1))
+@left_to_full(lambda p: (p["name"], p["bad"]) != ("position_ids", -1))
 @needs_triton
 @left_to_full(lambda p: p["bad"] not in (-1, 2**32 + 3))  # the others lie between
 @pytest.mark.parametrize("name", IDS)
@@ -160,7 +160,7 @@ def test_indices_beyond_the_rows(bad, dtype):
 OFFSETS = ([0, 2**20], [0, 5, 13], [-7, 12], [0, 7, 5, 12], [0, 12, 0, 12, 0, 12], [2**20, 2**21], [3, -(2**30), 12])
 
 
-@left_to_simulated(lambda p: p["offsets"] not in OFFSETS[::3])
+@left_to_full(lambda p: p["offsets"] not in OFFSETS[::3])
 @needs_triton
 @pytest.mark.parametrize("offsets", OFFSETS, ids=str)
 def test_offsets_beyond_the_tokens(offsets):

@@ -17,7 +17,7 @@ PROGRAM = """
 import hashlib, sys
 import torch
 import triton.language as tl
-from benchmarks.gpu.simulated import interpreter, interpreter_speed
+import interpreter, interpreter_speed
 if sys.argv[1] == "as-it-is":
     interpreter.quicken_triton_interpreter = lambda module: None
 interpreter.mend_triton_interpreter()

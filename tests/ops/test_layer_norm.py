@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from full import halved, left_to_full, thinned, triton_left_to_simulated
+from full import halved, left_to_full, thinned, triton_left_to_full
 from isas import WITHOUT_PRODUCTS, device_of
 from norms import ZERO_CENTRED, check, everything, keep_mask, make, run, serving, skip_unless_served
 from shares import assert_share
@@ -36,7 +36,7 @@ each_norm = pytest.mark.parametrize("rms", (False, True), ids=("layer", "rms"))
 each_of_three = pytest.mark.parametrize("rms", (False, True, ZERO_CENTRED), ids=("layer", "rms", ZERO_CENTRED))
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @thinned(4)
 @left_to_full(lambda p: p["backend"] == "triton" and p["dtype"] is torch.bfloat16 and p["rows"] not in (2, 17))
 @pytest.mark.parametrize("rows,hidden_size", ROWS, ids=lambda n: str(n))
@@ -49,7 +49,7 @@ def test_against_oracle(backend, dtype, rms, rows, hidden_size):
         check(backend, operands, prenorm=bool(prenorm), rms=rms)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @each_of_three
 @pytest.mark.parametrize("backend", ("triton",), indirect=True)
 def test_float16(backend, rms):
@@ -87,7 +87,7 @@ LARGE_MEAN, TORCH_LARGE_MEAN = 1e4, 30.0
 ODD = [(rms, kind) for rms in (False, True) for kind in ADVERSARIAL if rms or kind != "one-large-column"]
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @halved
 @pytest.mark.parametrize(("rms", "kind"), ODD)
 @each_dtype
@@ -107,7 +107,7 @@ def test_bfloat16_rounds_to_nearest_even(backend):
     torch.testing.assert_close(summed, (x.float() + residual.float()).bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @halved
 @pytest.mark.parametrize("dropout_p", (0.1, 0.6))
 @each_backend
@@ -116,7 +116,7 @@ def test_dropout_keeps_its_share(backend, dropout_p):
     assert_share(keep, 1 - dropout_p, (0,), (1,))  # neither rows nor columns are favoured
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @each_backend
 def test_dropout_follows_the_seed(backend):
     masks = [keep_mask(backend, 9, 80, 0.3, seed) for seed in (1, 1, 2)]
@@ -124,7 +124,7 @@ def test_dropout_follows_the_seed(backend):
     assert not torch.equal(masks[0], masks[2])
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @halved
 @pytest.mark.parametrize("rows,hidden_size", ((3, 80), (17, 33), (5, 768)), ids=lambda n: str(n))
 @each_norm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from full import halved, left_to_full, triton_left_to_simulated
+from full import halved, left_to_full, triton_left_to_full
 from isas import backend_with_isa, device_of
 
 from fastbert import ops
@@ -57,7 +57,7 @@ def check(x: torch.Tensor, indices: torch.Tensor, backend: str) -> None:
     assert same_bits(packed.grad, dpadded[indices])
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @halved
 @pytest.mark.parametrize("shape", ((1, 1), (3, 5), (2, 16), (3, 17), (5, 33)), ids=str)
 @pytest.mark.parametrize("pattern", MASKS[1:])
@@ -67,7 +67,7 @@ def test_every_mask(pattern, shape, dtype, backend):
     check(torch.randn(mask.numel(), 24, device=device_of(backend)).to(dtype), indices_of(mask, backend), backend)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @halved
 @pytest.mark.parametrize("width", (1, 2, 3, 16, 255, 256, 257, 530))
 @each_dtype
@@ -77,7 +77,7 @@ def test_widths(width, dtype, backend):
     check(torch.randn(51, width, device=device_of(backend)).to(dtype), indices_of(mask, backend), backend)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 def test_every_subset_of_few_rows(backend):
     """What the bisection can meet: 6 rows before, in and after a block of rows, each there or not."""
     x = torch.randn(36, 2, device=device_of(backend))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from full import halved, left_to_full, thinned, triton_left_to_simulated
+from full import halved, left_to_full, thinned, triton_left_to_full
 from isas import WITHOUT_PRODUCTS, backend_with_isa, device_of
 from test_ops import check
 
@@ -49,7 +49,7 @@ def check_pooling(case, dtype, mode, backend, x):
 
 
 @thinned(3)
-@triton_left_to_simulated
+@triton_left_to_full
 @left_to_full(
     lambda p: p["backend"] == "triton" and p["dtype"] is not torch.float32 and p["case"].id not in ("ragged", "slack")
 )
@@ -60,7 +60,7 @@ def test_against_oracle(case, dtype, mode, backend):
     check_pooling(case, dtype, mode, backend, torch.randn(case.total_tokens, 24))
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @halved
 @pytest.mark.parametrize("hidden_size", (1, 64, 65, 257))
 @each_mode
@@ -68,7 +68,7 @@ def test_widths(hidden_size, mode, backend):
     check_pooling(SLACK, torch.float32, mode, backend, torch.randn(SLACK.total_tokens, hidden_size))
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @left_to_full(lambda p: p["backend"] == "triton" and p["length"] > 512)
 @pytest.mark.parametrize("length", (512, 4096))
 @each_mode
@@ -78,7 +78,7 @@ def test_long_sequences(length, mode, backend):
     check_pooling(case, torch.float32, mode, backend, 1 + torch.randn(case.total_tokens, 24))
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @each_dtype
 def test_a_maximum_that_several_tokens_have_shares_its_gradient(dtype, backend):
     check_pooling(LENGTHS[3], dtype, "max", backend, torch.randint(0, 4, (LENGTHS[3].total_tokens, 24)).float())
@@ -86,7 +86,7 @@ def test_a_maximum_that_several_tokens_have_shares_its_gradient(dtype, backend):
     check_pooling(LENGTHS[3], dtype, "max", backend, zeros)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @left_to_full(lambda p: p["share"] == 7 and p["case"].id != "ragged")
 @pytest.mark.parametrize("share", (2, 7))
 @each_case
@@ -100,7 +100,7 @@ def test_several_programs_share_a_sequence(case, mode, share, backend, monkeypat
         check_pooling(case, torch.float32, mode, backend, x)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @each_mode
 def test_nan_comes_out_and_stays_in_its_sequence(mode, backend):
     x = torch.randn(SLACK.total_tokens, 24, device=device_of(backend))
@@ -113,7 +113,7 @@ def test_nan_comes_out_and_stays_in_its_sequence(mode, backend):
     assert torch.equal(out[~spoiled], expected[~spoiled])
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @each_mode
 @only_triton
 def test_repeats_bit_for_bit_whatever_the_strides_and_the_offsets_dtype(mode, backend):

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from attention_cases import differentiate, make, needs_triton
-from full import left_to_full, left_to_simulated, thinned
+from full import left_to_full, thinned
 from relative_cases import ROWS, TERMS, check, holes, longest_of, make_terms, run
 from seeds import manual_seed
 
@@ -28,7 +28,7 @@ each_dtype = pytest.mark.parametrize(
 each_term = pytest.mark.parametrize("terms", TERMS)
 
 
-@left_to_simulated(lambda p: p["terms"] != "all" or p["case"] is not SHORT)
+@left_to_full(lambda p: p["terms"] != "all" or p["case"] is not SHORT)
 @thinned(5)
 @pytest.mark.parametrize(("case", "heads", "head_dim"), ((SHORT, 2, 32), (MIDDLE, 1, 16)), ids=("short", "middle"))
 @each_term
@@ -38,7 +38,7 @@ def test_terms(dtype, terms, case, heads, head_dim):
     check("triton", case, make(case, heads, head_dim, dtype), relative)
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 @left_to_full(lambda p: (p["kind"], p["dtype"]) not in (("clamped", torch.bfloat16), ("any", torch.float16)))
 @pytest.mark.parametrize("kind", ROWS)
 @each_dtype
@@ -49,7 +49,7 @@ def test_rows_of_any_kind(dtype, kind):
         check("triton", case, make(case, 1, 16, dtype), relative)
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 @thinned(5)
 @each_term
 def test_every_tile_is_far(terms):
@@ -60,7 +60,7 @@ def test_every_tile_is_far(terms):
     check("triton", case, make(case, 1, 16), one._replace(rows=torch.zeros_like(one.rows)))
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 @left_to_full(lambda p: p["head_dim"] != 20)  # in `make test` the table of ops has others
 @pytest.mark.parametrize("head_dim", (2, 20, 80))
 def test_any_head_dim(head_dim):
@@ -69,7 +69,7 @@ def test_any_head_dim(head_dim):
         check("triton", FEW, make(FEW, 1, head_dim, torch.bfloat16), relative)
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 @thinned(3)
 @pytest.mark.parametrize("window_size", ((0, 0), (9, 20), (-1, 10)), ids=str)
 @pytest.mark.parametrize("kind", ("places", "holes", "positions"))
@@ -81,7 +81,7 @@ def test_windows(kind, window_size):
     check("triton", FEW, make(FEW, 1, 16), relative, window_size=window_size, **by)
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 @left_to_full(lambda p: p["softmax_scale"] == 1e-40)  # as 0
 @pytest.mark.parametrize("softmax_scale", (0.0, -0.25, 1e-40))
 def test_any_scale(softmax_scale):
@@ -102,7 +102,7 @@ def kept(case: Lengths, heads: int, dropout_p: float, seed: int, positions=None,
     return attention(q, q, values, case.cu_seqlens, max_seqlen or width, **options) != 0
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 @thinned(3)
 @pytest.mark.parametrize("has_holes", (False, True), ids=("places", "holes"))
 @each_dtype
@@ -114,7 +114,7 @@ def test_dropout(dtype, has_holes):
     check("triton", FEW, make(FEW, 1, 32, dtype), relative, keep=keep, dropout_p=0.25, seed=7)
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 def test_the_mask_goes_by_places_and_not_by_blocks():
     case = Lengths("", (16, 7, 16))
     masks = [kept(case, 3, 0.5, 3, max_seqlen=n) for n in (16, 17, 64)]
@@ -124,7 +124,7 @@ def test_the_mask_goes_by_places_and_not_by_blocks():
     assert not torch.equal(masks[0][:, 0], masks[0][:, 1])
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 def test_float16_scores_beyond_its_largest_number():
     """Sums of products are in fp32 until softmax_scale has made them small."""
     case, scale = Lengths("", (70,)), 2e-5
@@ -139,7 +139,7 @@ def test_float16_scores_beyond_its_largest_number():
     assert_close_to_reference(out, oracle, formula(*(t.float() for t in tensors), relative=f32).half(), OUTPUT_FACTOR)
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 @left_to_full(lambda p: not p["has_holes"])  # the same sums, in the same order
 @pytest.mark.parametrize("has_holes", (False, True), ids=("places", "holes"))
 def test_the_same_bits_in_every_run(has_holes):
@@ -151,7 +151,7 @@ def test_the_same_bits_in_every_run(has_holes):
     assert all(torch.equal(t, second[name]) for name, t in first.items())
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 @left_to_full(lambda p: p["n"] == 70 and not p["has_holes"])  # as 9, in more tiles
 @pytest.mark.parametrize("n, has_holes", ((70, False), (9, False), (30, True)))
 def test_nothing_crosses_from_one_sequence_to_another(n, has_holes):
@@ -168,7 +168,7 @@ def test_nothing_crosses_from_one_sequence_to_another(n, has_holes):
         assert torch.equal(found[name][clean], expected[name][clean]) and not found[name][end + 9 :].any()
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 @pytest.mark.usefixtures("products_of_a_gpu")
 @left_to_full(lambda p: p["dtype"] is torch.float16)  # as bfloat16, with more digits
 @each_dtype
@@ -177,7 +177,7 @@ def test_with_products_of_a_gpu_the_error_rule_holds(dtype):
     check("triton", FEW, make(FEW, 1, 32, dtype), relative)
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 @pytest.mark.usefixtures("products_of_a_gpu")
 def test_one_key_leaves_nothing_for_what_makes_scores_in_fp32():
     case = Lengths("", (1,) * 5)
@@ -187,7 +187,7 @@ def test_one_key_leaves_nothing_for_what_makes_scores_in_fp32():
     assert not any(found[name].any() for name in ("q", "k", "key", "query", "bias")) and found["v"].any()
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 def test_plain_attention_is_the_same_without_terms_that_count():
     """Zeros in all tables: the formula is plain attention's, by the error rule."""
     manual_seed(0)

@@ -21,7 +21,7 @@ FEW = Lengths("few", (7, 20, 1), padding_rows=3)
 each_term = pytest.mark.parametrize("terms", TERMS)
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 def test_gradients_of_tables_alone():
     """Frozen projections of tokens; one table of two; rows that no distance reaches have a gradient, and it is 0."""
     tensors, relative = make(FEW, 2), make_terms(FEW, "both", "buckets", 2, 32, torch.float32)
@@ -33,12 +33,12 @@ def test_gradients_of_tables_alone():
     assert torch.equal(dkey[:-3], expected) and not dkey[-3:].any()
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 def test_operands_are_read_where_they_lie():
     check_operands_where_they_lie("triton", FEW, 20)
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 def test_what_does_not_fit_reads_nothing_beyond_the_tensors():
     """The host cannot see it. A row that the tables do not have is NaN."""
     tensors, relative = make(SLACK, 1, 16), make_terms(SLACK, "all", "two", 1, 16, torch.float32)
@@ -64,7 +64,7 @@ def test_large_heads_are_refused_by_name(head_dim, dtype):
         assert torch.isfinite(f()).all()
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 def test_layers_share_what_is_made_of_a_batch():
     case, cache = FEW, {}
     tensors = make(case, 1, 16)
@@ -79,7 +79,7 @@ def test_layers_share_what_is_made_of_a_batch():
     assert torch.equal(tokens, torch.arange(28).int()) and known[1][-1] == (known[2] >= 0).nonzero().max() + 1
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case", (Lengths("", (0, 0)), Lengths("", ()), Lengths("", (0,), 3), Lengths("", (1, 1))), ids=str
 )
@@ -90,7 +90,7 @@ def test_nothing_to_see_has_no_gradient(case):
     assert not any(t.any() for name, t in found.items() if name not in ("out", "v"))
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 def test_no_program_stores_what_another_thread_reads():
     relative = make_terms(FEW, "all", "buckets", 1, 16, torch.float32, holes(FEW))
     tensors = make(FEW, 1, 16)
@@ -99,7 +99,7 @@ def test_no_program_stores_what_another_thread_reads():
     assert found == []
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 @thinned(5)
 @pytest.mark.parametrize("dropout_p", (0.0, 0.1))
 @each_term
@@ -116,7 +116,7 @@ def test_opcheck(terms, dropout_p):
     torch.library.opcheck(backward, (tensors[0], *tensors, out, stats, *given, needs))
 
 
-@pytest.mark.simulated
+@pytest.mark.full
 def test_under_autocast_the_tables_are_cast():
     tensors, relative = make(FEW, 2), make_terms(FEW, "all", "buckets", 2, 32, torch.float32)
     f = partial(attention, cu_seqlens=FEW.cu_seqlens, max_seqlen=20, backend="triton")

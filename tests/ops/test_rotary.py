@@ -19,7 +19,7 @@ from attention_cases import (
     rotary_of,
     tables,
 )
-from full import halved, left_to_full, thinned, triton_left_to_simulated
+from full import halved, left_to_full, thinned, triton_left_to_full
 
 from fastbert import ops
 from fastbert.ops import Rotary
@@ -32,7 +32,7 @@ from fastbert.testing.numerics import assert_close_to_reference
 backend = attention_cases.backend  # the fixture
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @halved
 @left_to_full(lambda p: is_interpreted_in_16_bits(p) and p["case"].id not in ("ragged", "slack"))
 @pytest.mark.parametrize("case", LENGTHS, ids=lambda c: c.id)
@@ -43,7 +43,7 @@ def test_against_oracle(backend, dtype, case):
 
 
 # One pair, padded, not padded; in 16 bits one of them.
-@triton_left_to_simulated
+@triton_left_to_full
 @thinned(4)
 @left_to_full(
     lambda p: (
@@ -59,7 +59,7 @@ def test_head_dims(backend, dtype, head_dim):
         check(backend, case, make(case, num_heads, head_dim, dtype), rotary=rotary_of(case, head_dim))
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @each_dtype
 @in_torch_cpu_and_triton
 def test_long_sequences(backend, dtype):
@@ -90,7 +90,7 @@ def test_the_rotation_alone(dtype):
             assert torch.equal(out, literal(x.float()).to(dtype)) and out.is_contiguous()
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @in_torch_cpu_and_triton
 def test_only_distances_count(backend):
     """What rotary embedding is for: a shift of all positions does not change the output."""
@@ -102,7 +102,7 @@ def test_only_distances_count(backend):
     assert_close_to_reference(out, oracle, literal(*qkv, rotary=shifted))
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @in_torch_cpu_and_triton
 @pytest.mark.parametrize("layer_type", ("full_attention", "sliding_attention"))  # their bases differ
 def test_parity_with_modernbert(backend, layer_type):
@@ -130,7 +130,7 @@ def test_probs_are_those_of_rotated_queries_and_keys():
     assert torch.equal(probs, ops.attention_probs(*rotated, case.cu_seqlens, 9))
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @in_torch_cpu_and_triton
 def test_layers_share_what_is_made_of_cu_seqlens(backend):
     cache: dict = {}

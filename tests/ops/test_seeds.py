@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from family_configs import config_for
-from full import triton_left_to_simulated
+from full import triton_left_to_full
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastbert import ops
@@ -55,7 +55,7 @@ def step(model: torch.nn.Module, seeds: ops.StepSeeds | None) -> list[torch.Tens
     return [loss.detach(), *[p.grad for p in model.parameters()]]
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 def test_a_step_follows_from_its_seed_and_draws_nothing(backend):
     model, seeds = make(), ops.StepSeeds("cpu")
     made = []
@@ -87,7 +87,7 @@ def test_the_kernels_of_a_layer_and_of_all_layers_take_the_same_rows():
     torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-6)
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 def test_checkpointed_layers_drop_the_same_twice(backend):
     """Without it the second run's masks are others, and so are the gradients."""
     plain, seeds = make(), ops.StepSeeds("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from family_configs import make_config
-from full import halved, triton_left_to_simulated
+from full import halved, triton_left_to_full
 from hf import make_hf
 from isas import backend_with_isa, device_of
 from precise import in_float64
@@ -27,7 +27,7 @@ def backend(request):
         yield name
 
 
-@triton_left_to_simulated
+@triton_left_to_full
 @pytest.mark.parametrize("padding_idx", (None, 2, 5))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_gradient_of_the_rows_that_were_looked_up(backend, dtype, padding_idx):

@@ -77,7 +77,7 @@ def check(loss: Loss, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 @pytest.mark.parametrize(
     ("op", "backend"),
     [
-        *(pytest.param(*case, marks=pytest.mark.simulated if case[1] == "triton" else ()) for case in ONCE),
+        *(pytest.param(*case, marks=pytest.mark.full if case[1] == "triton" else ()) for case in ONCE),
         *((op, "torch") for op in OPS),
     ],
 )

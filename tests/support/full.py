@@ -25,20 +25,13 @@ def left_to_full(where: Callable[[dict[str, Any]], bool]) -> pytest.MarkDecorato
     return pytest.mark.left_to_full.with_args(where)  # a call with a function alone would decorate it
 
 
-def left_to_simulated(where: Callable[[dict[str, Any]], bool]) -> pytest.MarkDecorator:
-    """A mark: the cases for whose parameters `where` holds are also marked `simulated`: `make simulated` runs them."""
-    return pytest.mark.left_to_simulated.with_args(where)
-
-
 # Of what Triton's interpreter runs `make test` has a case of each kernel: in tests/ops/test_contract.py, most of them.
-triton_left_to_simulated = left_to_simulated(lambda given: given["backend"] == "triton")
+triton_left_to_full = left_to_full(lambda given: given["backend"] == "triton")
 
 
 def mark_those_left_to_full(items: list[pytest.Item]) -> None:
     places: dict[str, _Places] = {}
     for item in items:
-        if any(mark.args[0](item.callspec.params) for mark in item.iter_markers("left_to_simulated")):
-            item.add_marker(pytest.mark.simulated)
         left = any(mark.args[0](item.callspec.params) for mark in item.iter_markers("left_to_full"))
         if (mark := item.get_closest_marker("thinned")) is not None:
             left |= _colour(item, places.setdefault(item.nodeid.partition("[")[0], {})) % mark.args[0] != 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from benchmarks.gpu.simulated.interpreter import widened
+from interpreter import widened
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import interpreter
 import pytest
 import slack_tasks
 import torch
@@ -19,7 +20,6 @@ from test_pretraining_ranks import make_task as two_models
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from training_runs import ALONE, losses_of
 
-from benchmarks.gpu.simulated import interpreter
 from fastbert.backend import use_backend
 from fastbert.native.availability import triton_error
 from fastbert.training.distributed import ProcessGroup, wrap
@@ -105,7 +105,7 @@ def marks(backend: str) -> list[pytest.MarkDecorator]:
     """Two processes take 10 core-seconds to start: tests/ops/test_who_takes_gradients.py has DDP's reducer in one."""
     if backend == "cpu":
         return [pytest.mark.full]
-    return [pytest.mark.simulated, pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))]
+    return [pytest.mark.full, pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))]
 
 
 @pytest.mark.parametrize("backend", [pytest.param(name, marks=marks(name)) for name in ("cpu", "triton")])

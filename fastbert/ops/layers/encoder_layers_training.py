@@ -8,7 +8,7 @@ autograd and torch's dispatcher work on one core while the other one waits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -184,11 +184,7 @@ def _run_training(
     window_positions: torch.Tensor | None = None,
     relative: Sequence[Relative] = (),
     num_keys: torch.Tensor | None = None,
-    *,
-    max_seqlen: int | None = None,
-    cache: dict | None = None,
 ) -> torch.Tensor:
-    """max_seqlen, cache: for kernels that want to know; these do not."""
     tensors = {"x": x, "cu_seqlens": cu_seqlens, "window_positions": window_positions, "num_keys": num_keys}
     check_devices("encoder_layers_training", **tensors)
     cu_seqlens = int32_offsets("encoder_layers_training", cu_seqlens)
@@ -206,34 +202,3 @@ def _run_training(
 
 
 register_fused("encoder_layers_training", Backend.CPU, _supports_training, _accepts_training, _run_training)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# On GPUs: all of it is in gpu/, which is loaded when somebody trains there
-
-
-def _register_on_gpu(op: str, recomputes: bool) -> None:
-    def supports(x: torch.Tensor) -> str | None:
-        if torch.compiler.is_compiling():  # nor could a trace load it
-            return "a graph of torch.compile has the ops of its layers"
-        if not torch.is_grad_enabled():
-            return "it is for training: gradients are off"
-        from fastbert.ops.layers.gpu import encoder_layers_training as on_gpu
-
-        return on_gpu.supports(x)
-
-    def accepts(x: torch.Tensor, operands: LayerOperands) -> str | None:
-        from fastbert.ops.layers.gpu import encoder_layers_training as on_gpu
-
-        return on_gpu.accepts(x, operands)
-
-    def run(x: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
-        from fastbert.ops.layers.gpu import encoder_layers_training as on_gpu
-
-        return on_gpu.run(recomputes, x, *arguments, **options)
-
-    register_fused(op, Backend.TRITON, supports, accepts, run)
-
-
-_register_on_gpu("encoder_layers_training", recomputes=False)
-_register_on_gpu("encoder_layers_recomputing", recomputes=True)

@@ -1,16 +1,11 @@
 """Products with a weight: one or several over the same x, with bias and activation in the GEMM's epilogue.
 
-On a GPU several products without an activation, those of query, key and value, run as one where they can
-(`merged_linears`), over weights laid beside each other: x is read once, and backward's dx is added up inside its
-product instead of by two passes over memory.
-
 int8 weights (Dettmers et al. 2022, section 2.1) hold round(w / scale) with one scale an output channel; rows of x are
 quantised on the fly by their own largest value, or by a scale that calibration has found.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -18,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastbert.backend import Backend, asked_for, register, register_fused, select, try_fused
+from fastbert.backend import Backend, register, select
 from fastbert.native.availability import extension_error
 from fastbert.ops._common import (
     Differentiable,
@@ -26,7 +21,6 @@ from fastbert.ops._common import (
     check_devices,
     compute_dtype,
     define,
-    differentiable_once,
     for_kernels,
     needs_grad,
 )
@@ -112,103 +106,6 @@ def _backward(backend, options, needed, saved, *douts):
 _RULE = Rule(_forward, _backward)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# merged_linears: products without an activation as one, a fused op on GPUs. Laying three weights of BERT-base beside
-# each other moves 7 MB, 2 us on an H200: in inference that must be little beside the products, in training it costs
-# less than backward's additions.
-
-_MERGED_TOKENS = 4096
-
-
-def _supports_merged(x: torch.Tensor) -> str | None:
-    if x.device.type != "cuda":
-        return f"tensors are on {x.device.type}"
-    return None if x.dim() == 2 else f"x has {x.dim()} dimensions, products are merged of (total_tokens, in_features)"
-
-
-def _supports_merged_triton(x: torch.Tensor) -> str | None:
-    is_interpreted = x.device.type != "cuda" and x.dim() == 2 and os.environ.get("TRITON_INTERPRET") == "1"
-    return None if is_interpreted else _supports_merged(x)
-
-
-def _accepts_merged(x: torch.Tensor, operands) -> str | None:
-    weights, biases, scales, activation = operands
-    if activation != "none":
-        return "there is an activation after them"
-    if any(scale is not None for scale in scales):
-        return "weights are int8"
-    if len({bias is None for bias in biases}) != 1:
-        return "some of the products have a bias, others not"
-    dtypes = {t.dtype for t in (*weights, *biases) if t is not None}
-    if len(dtypes) != 1 or (weights[0].dtype is not x.dtype and not torch.is_autocast_enabled(x.device.type)):
-        return f"x is {x.dtype}, the weights {' and '.join(sorted(map(str, dtypes)))}"
-    if x.shape[0] < _MERGED_TOKENS and not needs_grad(x, *weights, *biases):
-        # Their number is not told: formatting it would tie a traced graph to it.
-        return f"fewer than {_MERGED_TOKENS} tokens without gradients"
-    return None
-
-
-def _run_merged(x: torch.Tensor, operands) -> list[torch.Tensor]:
-    weights, biases, _, _ = operands
-    return list(_MergedLinears.apply(x, compute_dtype(x), len(weights), *weights, *biases))
-
-
-def _side_by_side(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """(rows, width) each -> (rows, sum of widths); without a copy where they are neighbouring columns of one matrix."""
-    first, width = parts[0], sum(part.shape[1] for part in parts)
-    if torch.compiler.is_compiling() or first.stride(1) != 1 or first.stride(0) < width:
-        return torch.cat(parts, 1)
-    offset = first.storage_offset()
-    for part in parts:
-        is_next = part.storage_offset() == offset and part.stride() == first.stride() and part.dtype is first.dtype
-        if not is_next or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return torch.cat(parts, 1)
-        offset += part.shape[1]
-    return first.as_strided((first.shape[0], width), first.stride())
-
-
-class _MergedLinears(torch.autograd.Function):
-    """One product for all weights; its results are columns of one matrix. The triton attention's backward gives its
-    gradients as such columns, too, so nothing is copied between the two."""
-
-    @staticmethod
-    def forward(ctx, x, dtype, count, *weights_and_biases):
-        weights, biases = weights_and_biases[:count], weights_and_biases[count:]
-        x_dtype, x = x.dtype, x.to(dtype)
-        weight = torch.cat([w.to(dtype) for w in weights])
-        if biases[0] is None:
-            out = torch.mm(x, weight.t())
-        else:
-            out = torch.addmm(torch.cat([b.to(dtype) for b in biases]), x, weight.t())
-        ctx.save_for_backward(x, *weights)  # laid beside each other once more in backward: memory is dearer
-        ctx.has_bias, ctx.x_dtype = biases[0] is not None, x_dtype
-        return out.split([w.shape[0] for w in weights], 1)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx, *douts):
-        x, *weights = ctx.saved_tensors
-        count, widths = len(weights), [w.shape[0] for w in weights]
-        dout = _side_by_side(douts)
-        dx, dweights, dbiases = None, [None] * count, [None] * count
-        if ctx.needs_input_grad[0]:
-            dx = torch.mm(dout, torch.cat([w.to(dout.dtype) for w in weights])).to(ctx.x_dtype)
-        if any(ctx.needs_input_grad[3 : 3 + count]):
-            dweights = torch.mm(dout.t(), x).to(weights[0].dtype).split(widths)
-        if ctx.has_bias and any(ctx.needs_input_grad[3 + count :]):
-            dbiases = dout.sum(0).to(weights[0].dtype).split(widths)
-        gradients = zip((*dweights, *dbiases), ctx.needs_input_grad[3:], strict=True)
-        return dx, None, None, *(gradient if needed else None for gradient, needed in gradients)
-
-
-# cuBLAS's product, beside the kernels of either backend.
-register_fused("merged_linears", Backend.CUDA, _supports_merged, _accepts_merged, _run_merged)
-register_fused("merged_linears", Backend.TRITON, _supports_merged_triton, _accepts_merged, _run_merged)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-
-
 def linears(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -246,10 +143,6 @@ def linears(
     chosen = select("linears", backend, x, *weights)
     check_gradient(x, scales)
     if chosen is Backend.TORCH:
-        if len(weights) > 1 and asked_for(backend) is not Backend.TORCH:
-            merged = try_fused("merged_linears", x, lambda: (weights, biases, scales, activation))
-            if not isinstance(merged, str):
-                return merged()
         return [
             linear_torch(x, w, b, s, i, activation) for w, b, s, i in zip(weights, biases, scales, inputs, strict=True)
         ]

@@ -168,9 +168,6 @@ class Embedding(Task):
             of_all = [losses.of_all_ranks(values) for values in arguments]
             return losses.over_prefixes(lambda v: self.loss_of(v, *of_all), everyone, self.dims)
 
-    def uncapturable(self, parts: int) -> str | None:
-        return "gradients are cached: the loss goes over all batches of a step" if parts > 1 else None
-
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         assert self.held_out is not None
         texts, scores = self.held_out

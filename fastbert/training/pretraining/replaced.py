@@ -35,9 +35,6 @@ class ReplacedTokens(MaskedLM):
     def loss(self, model: nn.Module, batch: PackedInputs, totals: Totals) -> torch.Tensor:
         return model(batch, num_items_in_batch={"labels": totals[0], "tokens": totals[1]}).loss
 
-    def uncapturable(self, parts: int) -> str | None:
-        return "the words of the generator model are drawn by torch's random numbers"
-
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         return replaced_metrics(model, self.held_out_batches(), EVALUATION_SEED)
 

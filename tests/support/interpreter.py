@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu.simulated.interpreter_speed import quicken_triton_interpreter
+from interpreter_speed import quicken_triton_interpreter
 
 
 def widened(t):

@@ -1,1 +1,0 @@
-"""All layers of a training step on a GPU as one op."""
