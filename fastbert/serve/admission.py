@@ -8,9 +8,8 @@ from typing import Any
 
 import anyio
 
-from fastbert.serve.metrics import Metrics
+from fastbert.serve.metrics import TIMES, Metrics, Times
 from fastbert.serve.request_errors import RequestError, error_response, route_path
-from fastbert.serve.times import TIMES, Times
 
 # Read without a key: what watches the server has none, and a browser can send none for a page.
 PUBLIC = ("/health", "/live", "/metrics", "/docs", "/openapi.json")

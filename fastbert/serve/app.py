@@ -30,7 +30,7 @@ from fastbert.serve.answers import as_json, by_pipeline, encoded, finished, pred
 from fastbert.serve.batching import Batcher, ComputeError
 from fastbert.serve.engine import ChunkSequence, Engine
 from fastbert.serve.limits import Limits
-from fastbert.serve.metrics import Metrics
+from fastbert.serve.metrics import TIMES, Metrics
 from fastbert.serve.request_errors import RequestError, answer_errors
 from fastbert.serve.routes import openapi
 from fastbert.serve.routes.api import API_INPUTS, ApiRoutes
@@ -38,7 +38,6 @@ from fastbert.serve.routes.body import read_json
 from fastbert.serve.routes.openapi import Route
 from fastbert.serve.routes.table import routes_of
 from fastbert.serve.routes.token_ids import check_ids, cutting_at, sequences_of_ids, side_of
-from fastbert.serve.times import TIMES
 from fastbert.serve.tokenizing import Tokenizing
 from fastbert.version import __version__
 

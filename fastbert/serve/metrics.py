@@ -1,16 +1,34 @@
-"""Counts and times for Prometheus, under text-embeddings-inference's names; its client adds `_total` to counters."""
+"""Counts and times for Prometheus, under text-embeddings-inference's names; its client adds `_total` to counters. The
+times of a request stand in the header of its answer, too.
+"""
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
-from fastbert.serve.times import Times
-
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 SIZES = tuple(2**i for i in range(12))
 TOKENS = tuple(2**i for i in range(4, 18))
+
+
+@dataclass
+class Times:
+    """Seconds: waiting, to be tokenised and for its first batch; computing, from there to the end of its last one."""
+
+    waiting: float = 0.0
+    tokenizing: float = 0.0
+    computing: float = 0.0
+
+    def header(self) -> tuple[str, str]:
+        """In milliseconds, as browsers and proxies read them (W3C, Server Timing)."""
+        parts = (("wait", self.waiting), ("tokenize", self.tokenizing), ("compute", self.computing))
+        return "server-timing", ", ".join(f"{name};dur={1e3 * seconds:.1f}" for name, seconds in parts)
+
+
+TIMES: ContextVar[Times] = ContextVar("times")  # of the request that this task answers
 
 
 @dataclass

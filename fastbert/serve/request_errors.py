@@ -10,8 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from fastbert.serve import json_text
-from fastbert.serve.metrics import Metrics
-from fastbert.serve.times import TIMES
+from fastbert.serve.metrics import TIMES, Metrics
 
 # text-embeddings-inference's statuses by its kinds of error; from "json" on they are plain HTTP's.
 STATUS = {

@@ -167,7 +167,7 @@ def serve(
     say: Callable[[str], None],
     log: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Serve a model until SIGINT or SIGTERM; what was sent whole by then is answered first, or refused.
+    """Serve a model until SIGINT or SIGTERM; the requests that it has begun to read by then are answered first.
 
     threads: that compute; None: as many as torch has and the process may use. `say` tells what the server does, `log`
     what became of a request.

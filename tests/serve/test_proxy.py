@@ -1,4 +1,4 @@
-"""Behind a real nginx with the lines of docs/containers.md: what it hands on, and what it keeps away from the server."""
+"""Behind a real nginx with the lines of docs/containers.md: what it hands on, and what does not reach the server."""
 
 from __future__ import annotations
 
