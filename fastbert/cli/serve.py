@@ -145,9 +145,9 @@ def root_path(text: str) -> str:
 
 def run(options: argparse.Namespace) -> int:
     try:
-        from fastbert.serve.access_log import lost
         from fastbert.serve.limits import Limits
-        from fastbert.serve.lines import Lines
+        from fastbert.serve.logs.access_log import lost
+        from fastbert.serve.logs.lines import Lines
         from fastbert.serve.run import Web, serve
     except ImportError as error:
         if error.name is None or error.name.startswith("fastbert"):

@@ -26,10 +26,10 @@ from fastbert.native.cores import cores, usable_threads
 from fastbert.native.memory import bound_arenas
 from fastbert.native.signals import set_handler
 from fastbert.packed_weights import keep_packed_only
-from fastbert.serve.access_log import AccessLog, RequestLog
 from fastbert.serve.app import make_app
 from fastbert.serve.engine import load_engine
 from fastbert.serve.limits import Limits
+from fastbert.serve.logs.access_log import AccessLog, RequestLog
 
 SPARE_FILES = 64  # of those that the process may open: libraries, threads, the listening socket
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -1,5 +1,5 @@
-"""feed_forward on GPUs against the float64 oracle: Triton's kernels, as a GEMM's epilogue and after torch's GEMM, in
-the interpreter where there is no GPU, and the CUDA backend's operators over CPU tensors and emulated kernels."""
+"""feed_forward on GPUs against the float64 oracle: Triton's kernels after torch's GEMM, in the interpreter where there
+is no GPU, and the CUDA backend's operators over CPU tensors and emulated kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
 # Of CUDA the operators, which take a while to compile here; test_cuda.py has their kernels.
 CUDA = pytest.param("cuda", marks=pytest.mark.full)
-WAYS = (pytest.param("epilogue", marks=needs_triton), pytest.param("elementwise", marks=needs_triton), CUDA)
+WAYS = (pytest.param("triton", marks=needs_triton), CUDA)
 # One weight, gated with gate and up in one weight, or in two.
 each_form = pytest.mark.parametrize("form", ("plain", "merged", "apart"))
 
@@ -37,17 +37,11 @@ def cuda_operators():
 
 
 def choose_way(way: str, request, monkeypatch) -> str:
-    """The backend whose kernels then run this way; Triton's with blocks that small cases fill and overhang."""
+    """The backend whose kernels then run this way."""
     if way == "cuda":
         request.getfixturevalue("cuda_operators")
         monkeypatch.setitem(fastbert.backend.SUPPORTS["feed_forward"], Backend.CUDA, lambda *operands: None)
-        return "cuda"
-    from fastbert.kernels import blocks, feed_forward
-
-    small = blocks.gemm_blocks(16, 32, 16, 4, 2)
-    chosen = blocks.FeedForwardPlan(small, small) if way == "epilogue" else blocks.FeedForwardPlan()
-    monkeypatch.setattr(feed_forward, "PLAN", chosen)
-    return "triton"
+    return way
 
 
 @pytest.fixture(params=WAYS)
@@ -104,39 +98,9 @@ def check(backend, tensors, activation, form="plain"):
         assert torch.equal(ours(**{"up_bias": None, **tensors}), actual["out"])
 
 
-@pytest.mark.full
-@left_to_full(lambda p: p["dtype"] is torch.float16)  # which the rule does not tell from bfloat16
-@halved
-@needs_triton
-@each_form
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_epilogue_that_was_not_timed_is_taken(dtype, form, monkeypatch):
-    """Not for many rows of 16 bits either, on no architecture: blocks.EPILOGUES are candidates for `make gpu`."""
-    from fastbert.kernels import feed_forward as kernels
-
-    launches = []
-    for name in ("_up_kernel", "_down_bwd_kernel", "_activation_fwd_kernel", "_activation_bwd_kernel"):
-        counted = Launched(name, getattr(kernels, name), launches)
-        monkeypatch.setattr(kernels, name, counted)
-    tensors = make(1025, 16, 256, dtype, form=form)
-    run(feed_forward(form, "triton"), tensors, tensors["x"])
-    assert launches == ["_activation_fwd_kernel", "_activation_bwd_kernel"]
-
-
-class Launched:
-    """A kernel that lists its name when it is launched."""
-
-    def __init__(self, name, kernel, launches):
-        self.name, self.kernel, self.launches = name, kernel, launches
-
-    def __getitem__(self, grid):
-        self.launches.append(self.name)
-        return self.kernel[grid]
-
-
 @halved
 @left_to_full(lambda p: p["activation"] != "gelu" or p["dtype"] is not torch.bfloat16)
-@left_to_full(lambda p: p["backend"] == "epilogue" and p["dtype"] is torch.float16 and p["activation"] != "gelu")
+@left_to_full(lambda p: p["backend"] == "triton" and p["dtype"] is torch.float16 and p["activation"] != "gelu")
 @each_form
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -188,7 +152,7 @@ def test_operands_with_gaps_give_the_same_and_stay_as_they_are(backend, form):
     assert all(torch.equal(dense[name], expanded[name]) for name in dense)
 
 
-@pytest.mark.parametrize("way", WAYS[1:])
+@pytest.mark.parametrize("way", WAYS)
 def test_inference_makes_no_second_wide_matrix(way, request, monkeypatch):
     backend = choose_way(way, request, monkeypatch)
     x, up, down, bias = make(64, 16, 256, torch.float32).values()

@@ -104,7 +104,7 @@ def test_what_config_says_does_not_count():
     for name, rows in zip(TABLES, (43, 20, 2), strict=True):
         with pytest.raises(InputError, match=f"{name} holds {rows}; valid values are 0 to {rows - 1}"):
             model(**full(name, rows))
-    assert fastbert.graphs(model).model.table_sizes() == TableSizes(43, 20, 2, 64)
+    assert model.table_sizes() == TableSizes(43, 20, 2, 64)
 
 
 def test_tables_of_another_width():

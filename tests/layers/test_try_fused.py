@@ -144,17 +144,15 @@ def test_an_offer_is_the_first_that_takes_it(pairs):
 def test_doctor_prints_the_reasons():
     report = fastbert.backends("cpu", torch.float64)
     assert report["encoder_layers"]["selected"] == report["encoder_layers_training"]["selected"] == "torch"
-    assert "float64" in report["encoder_layers"]["cpu"] and report["merged_linears"]["cuda"] == "tensors are on cpu"
+    assert "float64" in report["encoder_layers"]["cpu"]
     with torch.no_grad():
         assert fastbert.backends("cpu")["encoder_layers_training"]["cpu"] == "it is for training: gradients are off"
     with use_backend("cpu"):  # which cannot serve: its ops, each of which says so itself, run one by one
         assert fastbert.backends("cpu", torch.float64)["encoder_layers"]["selected"] == "torch"
     text = "\n".join(doctor_lines()[0])
     assert re.search(r"^ +encoder_layers +could +serves +no \[\d\] +no \[\d\]$", text, re.MULTILINE)
-    assert re.search(r"^ +merged_linears +serves +no \[\d\] ", text, re.MULTILINE)
 
 
 def test_every_offer_is_in_ops():
-    layers = {"encoder_layers", "encoder_layers_recomputing", "encoder_layers_training"}
-    assert {"encoder", *layers, "masked_lm_loss", "merged_linears"} == set(fastbert.backend.FUSED)
+    assert {"encoder", "encoder_layers", "encoder_layers_training"} == set(fastbert.backend.FUSED)
     assert ops.try_fused is try_fused

@@ -70,23 +70,20 @@ OPTIONS = {
     "unpack": {"num_rows": 4},
 }
 ALONE = {"activation", "at_least_fp32", "compute_dtype", "dropout", "in_int8", "normalize"}  # take one tensor
-# Tested below, in test_adamw.py and test_adamw_flat.py, or through `linear`.
+# Tested below, in test_adamw.py, or through `linear`.
 OF_OTHERS = {
     "DeferredRows",
     "EncoderOperands",
-    "FlatState",
     "HeldEncoder",
     "LayerOperands",
     "LayerWeights",
     "LinearWeights",
-    "MaskedLMOperands",
     "NormWeights",
     "Relative",
     "Rotary",
     "StepSeeds",
     "adamw",
     "adamw_deferred",
-    "adamw_flat",
     "linears",
     "are_weights_packed",
     "multiplies_bf16",
@@ -95,7 +92,6 @@ OF_OTHERS = {
     "rms_norm",
     "rotate",
     "seeds_from",
-    "step_numbers",
     "transform_unsupported",
     "try_fused",
     "warn_of_missing_kernels",

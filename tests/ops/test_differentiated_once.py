@@ -54,7 +54,7 @@ DROPPING = {
     "add_layer_norm, dropout": lambda x: ops.add_layer_norm(x, x.sin(), *(weights(x, W),) * 2, dropout_p=0.5),
     "sparse rows": lambda x: embedded(x, sparse=True),
 }
-OF_TRITON = ("linears", "attention", "add_layer_norm", "embed_layer_norm", "cross_entropy", "pooling", "pack", "unpack")
+OF_TRITON = ("attention", "add_layer_norm", "embed_layer_norm", "cross_entropy", "pooling", "pack", "unpack")
 OF_CPU = tuple(name for name in (*SMOOTH, *DROPPING) if name not in ("pooling", "pack", "unpack"))
 
 

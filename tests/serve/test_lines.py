@@ -13,9 +13,9 @@ import pytest
 import tiny
 from test_server import page, post, served
 
-import fastbert.serve.lines as lines_module
-from fastbert.serve.access_log import lost
-from fastbert.serve.lines import Lines
+import fastbert.serve.logs.lines as lines_module
+from fastbert.serve.logs.access_log import lost
+from fastbert.serve.logs.lines import Lines
 
 
 def read_all(end: int) -> list[str]:

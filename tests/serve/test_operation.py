@@ -17,9 +17,9 @@ from command_line import ENVIRONMENT, command_without, fails
 from test_connections import GET, POST, running, statuses, talk
 from test_routes import Held, app, send
 
-from fastbert.serve.access_log import RequestLog
 from fastbert.serve.app import Limits, make_app
 from fastbert.serve.engine import load_engine
+from fastbert.serve.logs.access_log import RequestLog
 from fastbert.serve.run import Web
 
 pytestmark = pytest.mark.dear_to_set_up
