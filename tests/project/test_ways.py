@@ -28,7 +28,7 @@ def names_in(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", ("text", "batch", "accelerated", "step", "gpu_step", "request"))
+@pytest.mark.parametrize("page", ("text", "batch", "accelerated", "step", "request"))
 def test_a_way_is_that_of_the_code(page):
     found = LINE.findall((ROOT / "docs" / "ways" / f"{page}.md").read_text(encoding="utf-8"))
     names = [name for _, name, _ in found]
