@@ -80,11 +80,11 @@ bench-ops: $(VENV)/.installed-bench  ## ops one by one, with pytest-benchmark
 	@$(BIN)/python -m pytest benchmarks/bench_ops.py --benchmark-json build/bench/ops.json
 
 # On the machine with the GPU, with the Python that has its build of torch: nothing is installed, `make gpu PYTHON=...`.
-# OUT=folder for the results, WITHIN=seconds for all of it, COMMIT=hash where the sources came without their git folder.
-GPU_OPTIONS = $(foreach part,$(PART),--part $(part)) $(if $(OUT),--output $(OUT)) $(if $(WITHIN),--within $(WITHIN)) \
-	$(if $(COMMIT),--commit $(COMMIT)) $(ARGUMENTS)
-gpu: build/.gpu-extension  ## everything that needs a GPU, in parts that resume; PART="kernels ops" for some of them
-	@$(PYTHON) -m benchmarks.gpu $(GPU_OPTIONS)
+# OUT=folder for the results.
+OUT ?= build/gpu
+gpu: build/.gpu-extension  ## the tests of ops and of a GPU's code, on the GPU
+	@mkdir -p $(OUT)
+	@$(PYTHON) -m pytest tests/ops tests/gpu -m "" --junitxml $(OUT)/tests.xml
 
 # Without it the kernels in CUDA C++ are skipped by name, and the others run.
 build/.gpu-extension: $(SOURCES)
