@@ -135,7 +135,8 @@ def take_snapshot(root: nn.Module, plan: PackedPlan, config: EncoderConfig) -> S
 def _leaf_unsupported(held: tuple[nn.Module, ...], path: str, hooks: tuple[str, ...], guard: ModuleGuard) -> str | None:
     """Why a leaf cannot be called with packed tensors. held: the leaf, and the copy of PEFT's that it calls."""
     leaf = held[-1]
-    inside = [each for each in leaf.modules() if each is not leaf]  # of PEFT's layers, a quantiser's
+    # Of PEFT's layers, a quantiser's; what makes a weight (torch.nn.utils.parametrize) sees no token.
+    inside = [each for name, each in leaf.named_modules() if name and "parametrizations" not in name.split(".")]
     for each in (*held, *inside):
         guard.watch(each, hooks)
         if each._modules:
@@ -177,20 +178,31 @@ def _passed_by_unsupported(
     return None
 
 
-# Hooks that neither look at where a token is in a batch, nor change what a module gives by it: FSDP2's, which gather
-# weights; those with which transformers records what we return ourselves; torch's pruning, weight_norm and
-# spectral_norm, which make a weight; our own calibration and ablation.
-_HOOKS_FROM = (HOOKS_FROM, "transformers.utils.output_capturing", "torch.nn.utils.", "fastbert.")
-# Of transformers and PEFT: it sets requires_grad of what the table of words gives.
-_HOOKS_NAMED = ("make_inputs_require_grads", "make_inputs_require_grad")
+# Hooks, by where they are defined, that neither look at where a token is in a batch, nor change what a module gives by
+# it: FSDP2's, which gather weights; those with which transformers records what we return ourselves; torch's pruning,
+# weight_norm and spectral_norm, which make a weight; our own calibration; and those of transformers and PEFT that set
+# requires_grad of what the table of words gives.
+_PEFT = ("peft_model", "mixed_model", "utils.other")
+_HOOKS_FROM = (
+    *(f"{HOOKS_FROM}.", "transformers.utils.output_capturing.", "torch.nn.utils.", "fastbert.quantization."),
+    "transformers.modeling_utils.make_inputs_require_grads",
+    *(f"peft.{home}.make_inputs_require_grad" for home in _PEFT),
+)
 
-# Classes of leaves that give each row its own result, whatever is beside it: torch's, the families' norms and tables,
-# PEFT's layers, and what quantisers put in a Linear's place.
+# Classes of leaves that give each row its own result, whatever is beside it: torch's that act on the last dimension,
+# the families' norms and tables, PEFT's layers, and what quantisers put in a Linear's place.
+_OF_TORCH = ("linear", "sparse", "normalization", "dropout", "activation", "container")
 _QUANTISERS = (
     *("aqlm.", "auto_gptq.", "auto_round.", "awq.", "bitsandbytes.", "compressed_tensors.", "eetq.", "gptqmodel."),
     *("hqq.", "nncf.", "optimum.quanto.", "quark.", "torch.ao.", "torchao."),
 )
-_CLASSES_FROM = ("torch.nn.", "transformers.", "peft.", "fastbert.", *_QUANTISERS)
+_CLASSES_FROM = (
+    *(f"torch.nn.modules.{home}" for home in _OF_TORCH),
+    "transformers.",
+    "peft.",
+    "fastbert.",
+    *_QUANTISERS,
+)
 
 
 def _called_beside(module: nn.Module, path: str, hooks: tuple[str, ...]) -> str | None:
@@ -198,14 +210,21 @@ def _called_beside(module: nn.Module, path: str, hooks: tuple[str, ...]) -> str 
     for name in hooks:
         for hook in module.__dict__.get(name, {}).values():
             home = home_of(hook)
-            if not home.startswith(_HOOKS_FROM) and getattr(hook, "__name__", None) not in _HOOKS_NAMED:
+            if not f"{home}.{getattr(hook, '__name__', '')}".startswith(_HOOKS_FROM):
                 return f"{path} has hooks ({home}), which see padded tensors"
     return None
 
 
 def _is_dispatched(module: nn.Module) -> bool:
-    """Whether the forward on its instance is Accelerate's, which brings tensors to a module's device."""
-    return home_of(module.__dict__[FORWARD]).startswith("accelerate.")
+    """Whether the forward on its instance is Accelerate's, which brings tensors to a module's device, around the one of
+    its class. Accelerate puts other hooks, and users' own, in the same place.
+    """
+    attributes = module.__dict__
+    hook, before = type(attributes.get("_hf_hook")), attributes.get("_old_forward")
+    is_theirs = home_of(attributes[FORWARD]) == hook.__module__ == "accelerate.hooks"
+    return (
+        is_theirs and hook.__name__ == "AlignDevicesHook" and getattr(before, "__func__", None) is type(module).forward
+    )
 
 
 def _home_of_class(module: nn.Module) -> str:

@@ -12,15 +12,25 @@ from types import SimpleNamespace
 import pytest
 import torch
 from family_configs import make_config
-from hf import families_axis, make_hf
+from full import halved
+from hf import families_axis, make_hf, random_like
 from kinds import of_every_kind
 from seeds import manual_seed, torch_generator
-from test_accelerate import IDS, MASK, assert_as_transformers, no_fallback, small  # noqa: F401
+from test_accelerate import (
+    IDS,
+    MASK,
+    assert_as_transformers,
+    in_units_of_the_largest,
+    no_fallback,  # noqa: F401
+    one_thread,  # noqa: F401
+    small,
+)
 from test_accelerate_integrations import fine_tune
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import fastbert
+from fastbert.layers.quantized import QuantizedLinear
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 GRID = torch.randint(3, 43, (3, 9), generator=torch_generator(1))
@@ -78,6 +88,7 @@ def assert_same_values(found: dict[str, torch.Tensor], expected: dict[str, torch
 
 
 @of_every_kind()
+@halved
 @pytest.mark.parametrize("kind", KINDS)
 @families_axis
 def test_a_hook_that_edits_by_column(model_type, kind):
@@ -125,23 +136,56 @@ def query(model: nn.Module) -> nn.Module:
     return model.get_submodule("encoder.layer.1.attention.self.query")
 
 
-def with_pefts_gradients(model: nn.Module) -> None:
+def with_pefts_gradients(prepared: Callable[[object, object], object], model: nn.Module) -> None:
     """PEFT's own hook, for models without the method of transformers'."""
-    bare = SimpleNamespace(get_input_embeddings=model.get_input_embeddings)
-    pytest.importorskip("peft").PeftModel._prepare_model_for_gradient_checkpointing(None, bare)
+    peft = pytest.importorskip("peft")
+    own = ("get_input_embeddings", "gradient_checkpointing_enable")
+    prepared(peft, SimpleNamespace(**{name: getattr(model, name) for name in own}))
+
+
+# Where PEFT registers it.
+OF_PEFT: dict[str, Callable] = {
+    "PeftModel": lambda peft, bare: peft.PeftModel._prepare_model_for_gradient_checkpointing(None, bare),
+    "PeftMixedModel": lambda peft, bare: peft.mixed_model._prepare_model_for_gradient_checkpointing(bare),
+    "prepare_model_for_kbit_training": lambda peft, bare: peft.prepare_model_for_kbit_training(
+        SimpleNamespace(**{**vars(bare), "is_loaded_in_8bit": True, "named_parameters": dict, "parameters": list})
+    ),
+}
+
+
+class Scaled(nn.Module):
+    """A user's own parametrization."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 0.5
+
+
+def with_accelerates_hook(model: nn.Module, own: bool = False) -> None:
+    """As dispatch_model does on each leaf; own: a user's hook in its place."""
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    class Own(hooks.ModelHook):
+        def post_forward(self, module, output):
+            return without_column_0(output)
+
+    hooks.add_hook_to_module(query(model), Own() if own else hooks.AlignDevicesHook("cpu"))
 
 
 # Hooks and classes that neither look at where a token is, nor change values by it.
-ALLOWED = {
+ALLOWED: dict[str, Callable[[nn.Module], object]] = {
     "transformers' recorder": lambda model: model(IDS, output_hidden_states=True, output_attentions=True),
     "transformers' make_inputs_require_grads": lambda model: model.enable_input_require_grads(),
-    "PEFT's make_inputs_require_grad": with_pefts_gradients,
+    **{f"make_inputs_require_grad of {name}": partial(with_pefts_gradients, of) for name, of in OF_PEFT.items()},
     "prune": lambda model: prune.l1_unstructured(query(model), "weight", 0.4),
     "weight_norm": lambda model: nn.utils.weight_norm(query(model)),
     "spectral_norm": lambda model: nn.utils.spectral_norm(query(model)),
     "weight_norm by parametrization": lambda model: parametrizations.weight_norm(query(model)),
     "spectral_norm by parametrization": lambda model: parametrizations.spectral_norm(query(model)),
+    "a parametrization of a user's": lambda model: parametrize.register_parametrization(
+        query(model), "weight", Scaled()
+    ),
     "a hook of the weight": lambda model: query(model).weight.register_hook(lambda grad: None),
+    "Accelerate's dispatch": with_accelerates_hook,
 }
 
 
@@ -157,12 +201,42 @@ def test_what_may_stay_inside(change, when, packed_layers, no_fallback):
         change(model)
         return fastbert.accelerate(model) if accelerates and when == "before" else model
 
-    plain, model, oracle = made(), made(accelerates=True), made().double()
+    model, plain, oracle = made(accelerates=True), made(), made().double()
     packed_layers.clear()
-    near, actual, exact = (m(IDS, attention_mask=MASK)[0][MASK.bool()] for m in (plain, model, oracle))
-    assert_close_to_reference(actual, exact, near, GRADIENT_FACTOR)
-    actual.sum().backward()
+    (actual, gradients), (near, near_gradients), (exact, exact_gradients) = map(run, (model, plain, oracle))
     assert len(packed_layers) == model.config.num_hidden_layers
+    assert_close_to_reference(actual, exact, near, GRADIENT_FACTOR)
+    found = [in_units_of_the_largest(g, exact_gradients) for g in (gradients, exact_gradients, near_gradients)]
+    assert_close_to_reference(found[0].float(), found[1], found[2].float(), GRADIENT_FACTOR)
+
+
+def run(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+    """What a model gives for real tokens, and the gradients of its weights."""
+    state = model(IDS, attention_mask=MASK)[0][MASK.bool()]
+    (state * random_like(state.shape, 3).to(state.dtype)).sum().backward()
+    return state.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_calibration(no_fallback):
+    """Our own hooks see real tokens alone, which is what a scale is made of."""
+    model, largest = small().eval(), {}
+    plain, oracle = copy.deepcopy(model), copy.deepcopy(model).double()
+    for each in (plain, oracle):
+        for name, leaf in each.named_modules():
+            leaf.register_forward_pre_hook(
+                lambda _, args, key=(each, name): (
+                    largest.update({key: args[0][MASK.bool()].abs().amax()})
+                    if args and args[0].shape[:2] == MASK.shape
+                    else None
+                )
+            )
+        each(IDS, attention_mask=MASK)
+    fastbert.quantize(fastbert.accelerate(model), calibration=[{"input_ids": IDS, "attention_mask": MASK}])
+    scales = {name: leaf.input_scale for name, leaf in model.named_modules() if isinstance(leaf, QuantizedLinear)}
+    found = torch.tensor([float(scale) for scale in scales.values()])
+    near, exact = (torch.stack([largest[each, name] / 127 for name in scales]) for each in (plain, oracle))
+    assert len(scales) == 6 * model.config.num_hidden_layers and fastbert.status(model).packed == 1
+    assert_close_to_reference(found, exact, near, GRADIENT_FACTOR)
 
 
 class Own(nn.Linear):
@@ -179,6 +253,22 @@ def with_own_forward(model: nn.Module) -> None:
     leaf.forward = partial(lambda leaf, x: without_column_0(type(leaf).forward(leaf, x)), leaf)
 
 
+def with_attention_inside(model: nn.Module) -> None:
+    width = query(model).in_features
+    layer = nn.TransformerEncoderLayer(width, 2, 8, batch_first=True).eval()
+    model.set_submodule("encoder.layer.1.attention.self.query", layer)
+
+
+def make_inputs_require_grads(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+    """A user's own, under a name of transformers'."""
+    return without_column_0(output)
+
+
+def with_own_forward_dispatched(model: nn.Module) -> None:
+    with_own_forward(model)
+    with_accelerates_hook(model)
+
+
 def with_lora(change: Callable[[nn.Module], object], model: nn.Module) -> None:
     """LoRA in the leaf's place, with something of the user's inside of that."""
     peft = pytest.importorskip("peft")
@@ -193,6 +283,10 @@ def with_own_class_in_lora(leaf: nn.Module) -> None:
 REFUSED = {
     "a class": (with_own_class, "is a Own"),
     "a forward": (with_own_forward, "has a forward of its own on the instance"),
+    "a class of torch's": (with_attention_inside, "is a TransformerEncoderLayer"),
+    "a known name": (lambda m: query(m).register_forward_hook(make_inputs_require_grads), r"has hooks \(test_hooks"),
+    "Accelerate's place": (partial(with_accelerates_hook, own=True), "has a forward of its own on the instance"),
+    "a forward dispatched": (with_own_forward_dispatched, "has a forward of its own on the instance"),
     "a hook inside of LoRA": (partial(with_lora, lambda leaf: KINDS["forward"](leaf.base_layer)), "has hooks"),
     "a class inside of LoRA": (partial(with_lora, with_own_class_in_lora), "is a Own"),
 }
