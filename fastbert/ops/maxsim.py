@@ -128,8 +128,8 @@ def _all_torch(queries, cu_seqlens_q, documents, cu_seqlens_d):
 
 
 def _padded(rows: torch.Tensor, cu_seqlens: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the chosen sequences: (chosen, longest, width), and which of it is there; the rest is 0, so that backward meets
-    no NaN of another sequence's.
+    """Of the chosen sequences: (chosen, longest, width), and which of it is there. The rest is 0: backward meets no NaN
+    of another sequence's.
     """
     first, lengths = cu_seqlens[:-1][chosen].long(), (cu_seqlens[1:] - cu_seqlens[:-1])[chosen]
     column = torch.arange(int(lengths.max()), device=rows.device)
