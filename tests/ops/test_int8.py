@@ -271,9 +271,8 @@ def test_a_channel_that_is_not_finite_stays_so(backend):
     layer, x = QuantizedLinear.from_linear(linear).eval(), make_x(9, 70, torch.float32)
     weight, bias, scale, _ = layer.operands()
     out = ops.linear(x, weight, bias, weight_scale=scale, backend=backend)
-    assert (~out.isfinite()).any(0).nonzero().flatten().tolist() == [3, 40, 65] and not out[
-        :, [3, 40, 65]
-    ].isfinite().any()
+    is_finite = out.isfinite()
+    assert not is_finite[:, [3, 40, 65]].any() and is_finite.sum() == 9 * 63
 
 
 @each_dtype

@@ -198,9 +198,7 @@ def test_int8_of_rows_whose_scale_is_hardly_a_number():
     smallest = torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps
     rows = torch.tensor([[190.0, -190.0, 0.0], [60.0, -60.0, 0.0]]) * smallest
     numbers, scales = ops.in_int8(rows)
-    error = (numbers.double() * scales.double()[:, None] - rows.double()).abs()
-    assert (numbers.double().sign() * rows.double().sign() >= 0).all() and numbers.abs().max() == 127
-    assert (error <= 64 * smallest).all()
+    assert numbers.tolist() == [[127, -127, 0], [0, 0, 0]] and scales.tolist() == [smallest, 1]
 
 
 @pytest.mark.parametrize("paired", (False, True), ids=("all", "pairs"))
