@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 WHOLE, LAYERS = "whole encoder", "layers"  # the ways that are tried before layers run one by one
+TEXTS = "texts"  # a SentenceEncoder's way, of a SentenceTransformer
 
 
 class Calls:
@@ -52,6 +53,10 @@ class Calls:
             said.append(f"the last of these layer by layer: {self.ways[LAYERS]}")
         if self.why_not:
             said.append(f"the last that did not: {self.why_not}")
+        if self.texts:
+            said.append(f"{self.texts} calls of encode took a SentenceEncoder's way")
+        if self.ways.get(TEXTS):
+            said.append(f"the last call of encode took sentence-transformers' own: {self.ways[TEXTS]}")
         if self.in_graphs:
             said.append("calls in a graph of torch.compile ran packed, and are not counted")
         return "; ".join(said)

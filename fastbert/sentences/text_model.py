@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -159,6 +160,7 @@ class TextModel(HasModel):
     @property
     def max_seq_length(self) -> int:
         """Longer texts are cut to so many tokens, special ones included."""
+        self.tokenizer_of(None)  # takes what was set on the tokenizer
         return self._max_seq_length
 
     @max_seq_length.setter
@@ -168,8 +170,8 @@ class TextModel(HasModel):
 
     def _cut(self, tokenizer: Tokenizer, length: int, name: str) -> None:
         limit, added = position_limit(self.model), tokenizer.num_special_tokens_to_add(self.is_pair)
-        if not added < length <= limit:
-            raise ConfigError(f"{name} is {length}; this model allows {added + 1} to {limit} tokens")
+        if not isinstance(length, Integral) or not added < length <= limit:
+            raise ConfigError(f"{name} is {length!r}; this model allows {added + 1} to {limit} tokens")
         tokenizer.enable_truncation(length, direction=(tokenizer.truncation or {}).get("direction", "right"))
 
     def _assign(self, assigned: dict[str, Any]) -> None:
@@ -187,7 +189,7 @@ class TextModel(HasModel):
             self.max_seq_length = length
         if (side := assigned.get("truncation_side")) is not None:
             for each in (self.tokenizer, *self._tokenizers.values()):
-                each.enable_truncation((each.truncation or {}).get("max_length", self.max_seq_length), direction=side)
+                each.enable_truncation((each.truncation or {}).get("max_length", self._max_seq_length), direction=side)
         self._assigned = dict(assigned)
 
     def tokenizer_of(self, task: str | None) -> Tokenizer:
