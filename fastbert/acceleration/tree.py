@@ -189,9 +189,10 @@ _HOOKS_FROM = (
     *(f"peft.{home}.make_inputs_require_grad" for home in _PEFT),
 )
 
-# Classes of leaves that give each row its own result, whatever is beside it: torch's that act on the last dimension,
-# the families' norms and tables, PEFT's layers, and what quantisers put in a Linear's place.
-_OF_TORCH = ("linear", "sparse", "normalization", "dropout", "activation", "container")
+# Classes of leaves that give each row its own result, whatever is beside it: torch's that act on the last dimension
+# (what calls DeBERTa's convolution knows its rows), the families' norms and tables, PEFT's layers, and what quantisers
+# put in a Linear's place.
+_OF_TORCH = ("linear", "sparse", "normalization", "dropout", "activation", "container", "conv")
 _QUANTISERS = (
     *("aqlm.", "auto_gptq.", "auto_round.", "awq.", "bitsandbytes.", "compressed_tensors.", "eetq.", "gptqmodel."),
     *("hqq.", "nncf.", "optimum.quanto.", "quark.", "torch.ao.", "torchao."),

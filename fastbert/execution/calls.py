@@ -41,6 +41,11 @@ class Calls:
         elif not torch.compiler.is_exporting():
             self.in_graphs = True
 
+    def took_texts(self, why_not: str = "") -> None:
+        """A call of `encode` took a SentenceEncoder's way, or why it did not."""
+        self.texts += not why_not
+        self.ways = {**self.ways, TEXTS: why_not}
+
     def left(self, reason: str) -> None:
         self.others += 1
         self.why_not = reason

@@ -21,7 +21,6 @@ from torch import nn
 
 from fastbert.data.sentence_folder import Normalize, Residual
 from fastbert.errors import ConfigError
-from fastbert.execution.calls import TEXTS
 from fastbert.layers.guard import ModuleGuard
 from fastbert.models.quantized import is_quantized
 from fastbert.sentences.saving import save_tokenizer
@@ -165,9 +164,9 @@ def _class() -> type:
             inputs: Any = args[0] if args else options.get("inputs", options.get("sentences"))
             if (reason := _why_slow(self, inputs, args, options)) is not None:
                 output = super().encode(*args, **options)
-                calls.ways = {**calls.ways, TEXTS: reason}
+                calls.took_texts(reason)
                 return output
-            calls.texts += 1
+            calls.took_texts()
             if _trains(self):
                 self.eval()
             gone = ("inputs", "sentences", "chunk_size")  # the last is a pool's, and there is none
