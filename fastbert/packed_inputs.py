@@ -24,6 +24,7 @@ _SEQUENCE_LABELS = ("start_positions", "end_positions", "next_sentence_label", "
 _FIELDS = (*_ENCODER_FIELDS, "num_choices", "labels", *_SEQUENCE_LABELS)
 # In `PackedBatch.bounds`: the ids that a mask hides before a sequence's last token. Some families count them.
 MASKED_IDS = "masked input_ids"
+Size = tuple[int, int, int]  # of a batch, or of what holds it: tokens, sequences, max_seqlen
 
 
 class PackedInputs(Mapping[str, Any]):
@@ -100,16 +101,18 @@ class PackedInputs(Mapping[str, Any]):
             fields.setdefault(name, value if name in ("batch", "num_choices") else value[:0])
         return PackedInputs({name: fields[name] for name in self._fields})
 
-    def with_capacity(self, total_tokens: int, batch_size: int, labelled: int, max_seqlen: int) -> PackedInputs:
-        """The same batch in the sizes of its bucket: behind the real rows is padding, without labels (docs/packing.md).
+    def with_capacity(self, total_tokens: int, batch_size: int, max_seqlen: int) -> PackedInputs:
+        """The same batch in these sizes: behind the real tokens and sequences stand padding ones, without labels, which
+        change no loss and no gradient (docs/packing.md). It works on the host.
 
-        `batch_size` counts each choice; `labelled` is read where labels are those of tokens. Raises InputError where
-        the batch has more of one of these, or padded outputs, or where no token is left for labels of none.
+        `batch_size` counts each choice. The tokens that have a label become a quarter of total_tokens, or two, three or
+        four of these, so that they have few sizes, too. Raises InputError where the batch is larger, or has padded
+        outputs.
         """
         fields, num_choices = self._fields, self._fields.get("num_choices", 1)
         if batch_size % num_choices:
             raise InputError(f"batch_size is {batch_size}; it must be a multiple of num_choices {num_choices}")
-        changed = {"batch": fields["batch"].with_capacity(total_tokens, batch_size, labelled, max_seqlen)}
+        changed = {"batch": fields["batch"].with_capacity(total_tokens, batch_size, max_seqlen)}
         for name, value in fields.items():
             if isinstance(value, torch.Tensor):
                 is_per_token = name in _IDS or (name == "labels" and fields["batch"].labelled is not None)
@@ -179,6 +182,7 @@ def pack_inputs(
     end_positions: Any = None,
     next_sentence_label: Any = None,
     sentence_order_label: Any = None,
+    pad_to: Sequence[Size] | None = None,
 ) -> PackedInputs:
     """Pack and check a batch on the host, labels included.
 
@@ -195,14 +199,18 @@ def pack_inputs(
             sequences: values of a regression, or several labels at once.
         start_positions, end_positions, next_sentence_label, sentence_order_label: (batch,) integers; positions count as
             the model's forward says: columns of a padded tensor, places in the sequence of a list.
+        pad_to: few sizes (tokens, sequences, max_seqlen) for batches from lists, where torch.compile or CUDA graphs
+            are to meet the same sizes again and again. The batch gets the first of them that holds it, in their order
+            from few tokens to many, by `PackedInputs.with_capacity`.
 
     Returns:
         A PackedInputs on the CPU. A model gives for it, bit for bit, what it gives for the batch that it was made from:
         from a padded tensor (batch, seqlen, ...) outputs with zeros at padding, from lists (total_tokens, ...) ones.
 
     Raises:
-        InputError: a form, length, dtype or device that does not fit. Ids and labels are compared with a model's tables
-            when it is called: by the smallest and the largest, which are noted here, without a wait.
+        InputError: a form, length, dtype or device that does not fit, or a batch that no size of pad_to holds. Ids and
+            labels are compared with a model's tables when it is called: by the smallest and the largest, which are
+            noted here, without a wait.
     """
     ids, num_choices = _without_choices(input_ids)
     given_ids = {"token_type_ids": token_type_ids, "position_ids": position_ids, "task_type_ids": task_type_ids}
@@ -237,7 +245,28 @@ def pack_inputs(
     fields["batch"] = replace(batch, bounds=bounds, labelled=labelled)
     if num_choices is not None:
         fields["num_choices"] = num_choices
-    return PackedInputs({name: fields[name] for name in _FIELDS if name in fields})
+    packed = PackedInputs({name: fields[name] for name in _FIELDS if name in fields})
+    return packed if pad_to is None else packed.with_capacity(*_smallest(fields["batch"], checked_sizes(pad_to)))
+
+
+def checked_sizes(pad_to: Sequence[Size]) -> list[Size]:
+    """The sizes, the one of fewest tokens first; InputError where one is no triple of numbers."""
+    sizes = [tuple(size) if isinstance(size, Sequence) else size for size in pad_to]
+    for size in sizes:
+        if not isinstance(size, tuple) or len(size) != 3 or not all(type(n) is int and n > 0 for n in size):
+            raise InputError(f"pad_to holds {size!r}; its sizes are (tokens, sequences, max_seqlen), each above 0")
+    return sorted(sizes)
+
+
+def _smallest(batch: PackedBatch, sizes: list[Size]) -> Size:
+    own = (batch.total_tokens, batch.batch_size, batch.max_seqlen)
+    for size in sizes:
+        if all(n <= room for n, room in zip(own, size, strict=True)):
+            return size
+    raise InputError(
+        f"no size of pad_to holds a batch of {own[0]} tokens and {own[1]} sequences, the longest of {own[2]}; they are"
+        f" {', '.join(map(str, sizes)) or 'none'}"
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -175,6 +175,18 @@ class _Alone:
         return self.num_keys if there_are else None
 
 
+def _quarters(labelled: torch.Tensor, total_tokens: int) -> torch.Tensor:
+    """Which of total_tokens tokens have a label, and as often as a quarter of these, or two, three or four of them, ask
+    for more, one that has none.
+    """
+    quarter = max(1, -(-total_tokens // 4))
+    count = min(total_tokens, max(1, -(-len(labelled) // quarter)) * quarter)
+    if count == len(labelled):
+        return labelled
+    has_none = torch.ones(total_tokens).index_fill(0, labelled, 0.0)
+    return torch.cat([labelled, labelled.new_full((count - len(labelled),), int(has_none.nonzero()[-1]))])
+
+
 @dataclass(frozen=True)
 class PackedBatch:
     """Where the real tokens of a batch are.
@@ -223,29 +235,22 @@ class PackedBatch:
         moved: dict[str, Any] = {name: move(t) for name in names if (t := getattr(self, name)) is not None}
         return replace(self, **moved, cache={})
 
-    def with_capacity(self, total_tokens: int, batch_size: int, labelled: int, max_seqlen: int) -> PackedBatch:
+    def with_capacity(self, total_tokens: int, batch_size: int, max_seqlen: int) -> PackedBatch:
         """The same batch with padding rows behind it, as `PackedInputs.with_capacity` says; raises InputError."""
         if self.seqlen is not None or self.indices is not None:
             raise InputError(
                 "a batch with padded outputs takes no padding rows behind it: make it from lists, or with"
                 " padded_outputs=False"
             )
-        kept = self.labelled
         sizes = {
             "total_tokens": (self.total_tokens, total_tokens),
             "batch_size": (self.batch_size, batch_size),
             "max_seqlen": (self.max_seqlen, max_seqlen),
-        } | ({} if kept is None else {"labelled": (len(kept), labelled)})
+        }
         for name, (size, limit) in sizes.items():
             if size > limit:
                 raise InputError(f"the batch does not fit: its {name} is {size}, and it is to be padded to {limit}")
-        if kept is not None and len(kept) < labelled:
-            if total_tokens == self.total_tokens:
-                raise InputError(
-                    f"{labelled - len(kept)} of {labelled} labelled are to be padding rows, and total_tokens is"
-                    f" {total_tokens}, all of them real: it must be larger"
-                )
-            kept = torch.cat([kept, kept.new_full((labelled - len(kept),), total_tokens - 1)])
+        kept = None if self.labelled is None else _quarters(self.labelled, total_tokens)
         ends = self.cu_seqlens[-1:].expand(batch_size - self.batch_size)
         num_keys = self.num_keys
         if num_keys is not None:

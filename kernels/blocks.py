@@ -45,12 +45,11 @@ _OTHERS = {
     },
 }
 # IEEE products of fp32 run on the plain cores, with a register for every operand.
-_FP32 = {32: {"fwd": (32, 32, 4, 2), "": (32, 32, 8, 1)}, 16: {"dq": (16, 16, 8, 2), "": (16, 16, 8, 1)}}
+_FP32 = {32: {"fwd": (16, 16, 4, 2), "": (32, 32, 8, 1)}, 16: {"dq": (16, 16, 8, 2), "": (16, 16, 8, 1)}}
 # Variants of attention with more in registers than the others: the longest steps, where those above would spill.
 # {(variant, pass, architecture, bytes of an element, head_dim padded, tile): step}
 _LONGEST_STEP = {
     ("positions", "dq", 8, 2, 64, 128): 32,
-    ("positions", "fwd", 10, 4, 64, 32): 16,
     ("grouped", "dkdv", 9, 2, 128, 64): 16,
     ("grouped", "dkdv", 10, 2, 128, 64): 16,
 }

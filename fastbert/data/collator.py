@@ -10,7 +10,7 @@ import torch
 
 from fastbert.data.masking import Masking
 from fastbert.errors import InputError
-from fastbert.packed_inputs import PackedInputs, pack_inputs
+from fastbert.packed_inputs import PackedInputs, Size, checked_sizes, pack_inputs
 
 KEY = "example_key"  # of an example, where its masks come from: fastbert.data.masking.example_keys
 _TOKENS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "task_type_ids")
@@ -32,12 +32,18 @@ class PackingCollator:
         padded_outputs: what a model gives for tokens, and their labels, are (batch, seqlen, ...), with zeros and -100
             at padding, as the Trainer's evaluation and metrics over sequences need them. False: one row of all tokens,
             for loops that know of it. What runs is packed in both cases.
+        pad_to: few sizes (tokens, sequences, max_seqlen) that batches get, as `pack_inputs` says.
 
     Raises InputError: examples that differ in their fields, a field that no model takes, or what `pack_inputs` refuses.
     """
 
-    def __init__(self, masking: Masking | None = None, *, padded_outputs: bool = True):
+    def __init__(
+        self, masking: Masking | None = None, *, padded_outputs: bool = True, pad_to: Sequence[Size] | None = None
+    ):
+        if pad_to is not None and padded_outputs:
+            raise InputError("pad_to is for batches without padded outputs: give padded_outputs=False, too")
         self.masking, self.padded_outputs = masking, padded_outputs
+        self.pad_to = None if pad_to is None else checked_sizes(pad_to)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> PackedInputs:
         fields = _columns(examples)
@@ -57,7 +63,7 @@ class PackingCollator:
         return self._pack({"input_ids": np.split(shown, ends), "labels": np.split(labels, ends), **fields})
 
     def _pack(self, fields: dict[str, Any]) -> PackedInputs:
-        return pack_inputs(**(_padded(fields) if self.padded_outputs else fields))
+        return pack_inputs(**(_padded(fields) if self.padded_outputs else fields), pad_to=self.pad_to)
 
 
 def _columns(examples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

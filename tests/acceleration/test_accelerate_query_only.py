@@ -218,7 +218,7 @@ def test_batches_travel_and_are_padded():
     """To another process or device, and to the sizes of a bucket."""
     packed = fastbert.pack_inputs([[5, 6, 7], [8, 9]], query_only_mask=[[0, 0, 1], [0, 1]])
     assert packed["batch"].num_keys.tolist() == [2, 1] and packed.to("cpu")["batch"].num_keys.tolist() == [2, 1]
-    wider = packed.with_capacity(9, 4, 0, 5)["batch"]
+    wider = packed.with_capacity(9, 4, 5)["batch"]
     assert wider.num_keys.tolist() == [2, 1, 0, 0] and wider.cu_seqlens.tolist() == [0, 3, 5, 5, 5]
     config = make_config("bert", 0)
     model = hf_class("bert", "Model")  # the class of theirs, of the same name as ours
@@ -226,5 +226,5 @@ def test_batches_travel_and_are_padded():
     assert type(ours).__name__ == model.__name__
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = ours(packed.with_capacity(9, 4, 0, 5)).last_hidden_state
+        found = ours(packed.with_capacity(9, 4, 5)).last_hidden_state
         assert torch.equal(found[:5], ours(packed).last_hidden_state)

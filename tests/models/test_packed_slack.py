@@ -1,4 +1,4 @@
-"""PackedInputs.with_capacity: a batch in the sizes of its bucket."""
+"""PackedInputs.with_capacity and pad_to: a batch in one of few sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastbert.packed_inputs import PackedInputs
 from fastbert.packing import PackedBatch
 
 ROWS = [[5, 6, 7], [8, 9]]
-NEW = dict(total_tokens=8, batch_size=4, labelled=5, max_seqlen=6)
+NEW = dict(total_tokens=8, batch_size=4, max_seqlen=6)
 
 
 def padded(packed: PackedInputs, **changes: int) -> PackedInputs:
@@ -29,7 +29,7 @@ def test_labels_of_tokens():
     batch = made["batch"]
     assert batch.cu_seqlens.tolist() == [0, 3, 5, 5, 5] and batch.cu_seqlens.dtype == torch.int32
     assert (batch.total_tokens, batch.batch_size, batch.max_seqlen, batch.seqlen) == (8, 4, 6, None)
-    assert batch.labelled.tolist() == [1, 2, 3, 7, 7]
+    assert batch.labelled.tolist() == [1, 2, 3, 7]
     assert batch.bounds == dict.fromkeys(("input_ids", *ids), (0, 9)) | {
         "labels": (0, 4),
         "next_sentence_label": (0, 1),
@@ -46,8 +46,7 @@ def test_labels_of_tokens():
     ),
 )
 def test_labels_of_sequences(labels, expected):
-    """And the number of labelled tokens is not read, of which there are none."""
-    made = padded(fastbert.pack_inputs(ROWS, labels=labels), labelled=0)
+    made = padded(fastbert.pack_inputs(ROWS, labels=labels))
     assert made["labels"].tolist() == expected and made["batch"].labelled is None
 
 
@@ -67,13 +66,13 @@ def test_choices_are_as_many_in_an_example_of_slack():
 def test_a_batch_of_no_sequence_is_all_slack():
     """What a rank has that has no part in a step."""
     made = padded(fastbert.pack_inputs(ROWS, labels=ROWS).without_sequences())
-    assert made["batch"].cu_seqlens.tolist() == [0] * 5 and made["batch"].labelled.tolist() == [7] * 5
+    assert made["batch"].cu_seqlens.tolist() == [0] * 5 and made["batch"].labelled.tolist() == [7] * 2
     assert made["labels"].tolist() == [-100] * 8 and not made["input_ids"].any()
 
 
 def test_sizes_that_are_the_batchs_own_change_nothing():
     packed = fastbert.pack_inputs(ROWS, labels=ROWS)
-    made = packed.with_capacity(5, 2, 5, 3)
+    made = packed.with_capacity(5, 2, 3)
     for name in ("input_ids", "labels"):
         assert torch.equal(made[name], packed[name])
     assert torch.equal(made["batch"].cu_seqlens, packed["batch"].cu_seqlens)
@@ -85,9 +84,7 @@ def test_sizes_that_are_the_batchs_own_change_nothing():
     (
         ({"total_tokens": 4}, "the batch does not fit: its total_tokens is 5, and it is to be padded to 4"),
         ({"batch_size": 1}, "its batch_size is 2, and it is to be padded to 1"),
-        ({"labelled": 2}, "its labelled is 3, and it is to be padded to 2"),
         ({"max_seqlen": 2}, "its max_seqlen is 3, and it is to be padded to 2"),
-        ({"total_tokens": 5}, "2 of 5 labelled are to be padding rows, and total_tokens is 5"),
     ),
 )
 def test_a_batch_that_does_not_fit_is_refused(changes, message):
@@ -105,5 +102,41 @@ def test_a_batch_with_padded_outputs_is_refused(mask):
 def test_bounds_hold_the_ids_of_slack():
     """And stay unknown where nothing has looked."""
     batch = PackedBatch(None, torch.tensor([0, 1]), 1, 1, None, 1, bounds={"input_ids": (5, 7)})
-    assert batch.with_capacity(2, 2, 0, 3).bounds == {"input_ids": (0, 7)}
-    assert PackedBatch(None, torch.tensor([0, 1]), 1, 1, None, 1).with_capacity(2, 2, 0, 3).bounds is None
+    assert batch.with_capacity(2, 2, 3).bounds == {"input_ids": (0, 7)}
+    assert PackedBatch(None, torch.tensor([0, 1]), 1, 1, None, 1).with_capacity(2, 2, 3).bounds is None
+
+
+@pytest.mark.parametrize(("tokens", "count"), ((1, 3), (3, 3), (4, 6), (9, 9), (11, 12)))
+def test_labelled_tokens_come_in_quarters(tokens, count):
+    """Where no row is padding, a token without a label is the one that stands for more."""
+    row = list(range(5, 17))
+    packed = fastbert.pack_inputs([row], labels=[[1] * tokens + [-100] * (12 - tokens)])
+    batch = packed.with_capacity(12, 1, 12)["batch"]
+    assert batch.labelled.tolist() == [*range(tokens), *[11] * (count - tokens)]
+
+
+SIZES = [(16, 4, 8), (8, 4, 6), (6, 2, 3)]
+
+
+@pytest.mark.parametrize(("rows", "size"), ((ROWS, (6, 2, 3)), ([[5, 6, 7, 8]], (8, 4, 6)), ([[5] * 7], (16, 4, 8))))
+def test_a_batch_takes_the_smallest_size_that_holds_it(rows, size):
+    examples = [{"input_ids": row} for row in rows]
+    collated = fastbert.PackingCollator(padded_outputs=False, pad_to=SIZES)(examples)
+    for packed in (fastbert.pack_inputs(rows, pad_to=SIZES), collated):
+        batch = packed["batch"]
+        assert (batch.total_tokens, batch.batch_size, batch.max_seqlen) == size
+        expected = fastbert.pack_inputs(rows).with_capacity(*size)
+        assert torch.equal(packed["input_ids"], expected["input_ids"])
+        assert torch.equal(batch.cu_seqlens, expected["batch"].cu_seqlens)
+
+
+def test_sizes_that_hold_no_batch_or_are_none_are_refused():
+    with pytest.raises(
+        InputError, match=r"no size of pad_to holds a batch of 9 tokens and 1 sequences, the longest of 9;"
+    ):
+        fastbert.pack_inputs([[5] * 9], pad_to=SIZES)
+    for wrong in ((8, 4), 8, (8, 0, 4), (8.0, 4, 4)):
+        with pytest.raises(InputError, match=r"its sizes are \(tokens, sequences, max_seqlen\), each above 0"):
+            fastbert.pack_inputs(ROWS, pad_to=[wrong])
+    with pytest.raises(InputError, match="pad_to is for batches without padded outputs: give padded_outputs=False"):
+        fastbert.PackingCollator(pad_to=SIZES)
