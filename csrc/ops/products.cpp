@@ -173,8 +173,8 @@ Operand::Operand(const LinearOperand& linear, int64_t rows, int64_t in_features,
   const bool has_scale = linear.weight_scale != nullptr && linear.weight_scale->defined();
   check(is_int8 == has_scale, "weight is ", weight.scalar_type(), " but weight_scale is ", has_scale ? "given" : "None",
         ": int8 weights have a scale, others have none");
-  check(!is_int8 || in_features <= kMostInt8Columns, "an int8 weight has ", in_features,
-        " columns; sums of more than ", kMostInt8Columns, " do not fit into int32: keep the layer in floating point");
+  check(!is_int8 || in_features <= kMostInt8Columns, "an int8 weight has ", in_features, " columns; sums of more than ",
+        kMostInt8Columns, " do not fit into int32: keep the layer in floating point");
   const int64_t out_features = weight.size(0);
   target.bias_dtype = DType::kFloat32;
   if (linear.bias != nullptr && linear.bias->defined()) {
