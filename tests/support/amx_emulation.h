@@ -88,8 +88,8 @@ void amx_dot_bf16() {
 
 template <int kC, int kA, int kB>
 void amx_dot_bytes() {
-  amx_products<int32_t, kC, kA, kB>([](int32_t sum, const char* a, const char* b) {
-    for (int i = 0; i < 4; ++i) sum += static_cast<uint8_t>(a[i]) * static_cast<int8_t>(b[i]);
+  amx_products<uint32_t, kC, kA, kB>([](uint32_t sum, const char* a, const char* b) {  // which wraps, as tiles do
+    for (int i = 0; i < 4; ++i) sum += static_cast<uint32_t>(static_cast<uint8_t>(a[i]) * static_cast<int8_t>(b[i]));
     return sum;
   });
 }
