@@ -1,6 +1,7 @@
 """transformers' own tests of every model (tests/test_modeling_common.py of its source distribution) on three routes.
 
     pip download --no-deps --no-binary :all: transformers==5.24.0     # and unpack it
+    pip install parameterized                                         # which their file imports
     python tests/ecosystem/theirs_common.py FOLDER bert deberta-v2    # FOLDER: what was unpacked
 
 Routes: transformers' classes as they are ("plain"), the same accelerated before their first call ("accelerated"),
