@@ -141,7 +141,7 @@ def _leaf_unsupported(held: tuple[nn.Module, ...], path: str, hooks: tuple[str, 
         guard.watch(each, hooks)
         if each._modules:
             guard.watch_children(each)
-        if (unsupported := _called_beside(each, path, hooks)) is not None:
+        if (unsupported := _called_beside(each, path, hooks, _HOOKS_OF_LEAVES)) is not None:
             return unsupported
         if FORWARD in each.__dict__ and not _is_dispatched(each):
             return f"{path} has a forward of its own on the instance"
@@ -171,7 +171,7 @@ def _passed_by_unsupported(
     for each in held:
         if FORWARD in each.__dict__:
             return f"{path} has a forward of its own on the instance"
-        if (unsupported := _called_beside(each, path, hooks)) is not None:
+        if (unsupported := _called_beside(each, path, hooks, _HOOKS_AROUND)) is not None:
             return unsupported
         if len(held) > 1 and (is_sharded(each) or each.training != held[0].training):
             return f"{path} has a copy of PEFT's in its place, which is sharded by itself or has a mode of its own"
@@ -179,12 +179,13 @@ def _passed_by_unsupported(
 
 
 # Hooks, by where they are defined, that neither look at where a token is in a batch, nor change what a module gives by
-# it: FSDP2's, which gather weights; those with which transformers records what we return ourselves; torch's pruning,
-# weight_norm and spectral_norm, which make a weight; our own calibration; and those of transformers and PEFT that set
-# requires_grad of what the table of words gives.
+# it: FSDP2's, which gather weights, and those with which transformers records what we return ourselves.
+_HOOKS_AROUND = (f"{HOOKS_FROM}.", "transformers.utils.output_capturing.")
+# Of what is called also torch's pruning, weight_norm and spectral_norm, which make a weight; our own calibration; and
+# those of transformers and PEFT that set requires_grad of what the table of words gives.
 _PEFT = ("peft_model", "mixed_model", "utils.other")
-_HOOKS_FROM = (
-    *(f"{HOOKS_FROM}.", "transformers.utils.output_capturing.", "torch.nn.utils.", "fastbert.quantization."),
+_HOOKS_OF_LEAVES = (
+    *(*_HOOKS_AROUND, "torch.nn.utils.", "fastbert.quantization."),
     "transformers.modeling_utils.make_inputs_require_grads",
     *(f"peft.{home}.make_inputs_require_grad" for home in _PEFT),
 )
@@ -206,12 +207,12 @@ _CLASSES_FROM = (
 )
 
 
-def _called_beside(module: nn.Module, path: str, hooks: tuple[str, ...]) -> str | None:
+def _called_beside(module: nn.Module, path: str, hooks: tuple[str, ...], allowed: tuple[str, ...]) -> str | None:
     """The hook, of those that count, which sees the tensors of a batch: it must see them as transformers has them."""
     for name in hooks:
         for hook in module.__dict__.get(name, {}).values():
             home = home_of(hook)
-            if not f"{home}.{getattr(hook, '__name__', '')}".startswith(_HOOKS_FROM):
+            if not f"{home}.{getattr(hook, '__name__', '')}".startswith(allowed):
                 return f"{path} has hooks ({home}), which see padded tensors"
     return None
 

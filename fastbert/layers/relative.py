@@ -128,9 +128,9 @@ def relative_table(
     places of a sequence are further apart.
     """
     rows = rows_by_distance(spec, longest, device)
-    table = _read_table(root, spec.table)
     if isinstance(spec, RelativeBias):
-        return RelativeTable(rows, positions, table)
+        return RelativeTable(rows, positions, _bias_of_buckets(root, spec))
+    table = _read_table(root, spec.table)
     norm = None if spec.norm is None else get_leaf(root, spec.norm)
     first, last = 0, 2 * spec.span
     if not torch.compiler.is_compiling():
@@ -141,6 +141,12 @@ def relative_table(
         return RelativeTable(rows, positions, table if norm is None else norm(table))
     held = [table] if norm is None else [table, *_tensors_of(norm)]
     return RelativeTable(rows, positions, table, slice(first, last), norm, held)
+
+
+def _bias_of_buckets(root: nn.Module, spec: RelativeBias) -> torch.Tensor:
+    """All rows of an Embedding that transformers calls: LoRA takes part, and a hook that makes its weight."""
+    weight, leaf = _read_table(root, spec.table), get_leaf(root, spec.table)
+    return weight if is_plain(leaf, nn.Embedding) else leaf(torch.arange(len(weight), device=weight.device))
 
 
 def _read_table(root: nn.Module, path: str) -> torch.Tensor:

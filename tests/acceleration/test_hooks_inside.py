@@ -13,7 +13,7 @@ import pytest
 import torch
 from family_configs import make_config
 from full import halved
-from hf import families_axis, make_hf, random_like
+from hf import families_axis, make_hf, make_ours, random_like
 from kinds import of_every_kind
 from seeds import manual_seed, torch_generator
 from test_accelerate import (
@@ -215,6 +215,43 @@ def run(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]
     state = model(IDS, attention_mask=MASK)[0][MASK.bool()]
     (state * random_like(state.shape, 3).to(state.dtype)).sum().backward()
     return state.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def with_lora_on_tables(path: str, model: nn.Module) -> None:
+    peft, name = pytest.importorskip("peft"), path.rpartition(".")[2]
+    manual_seed(5)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=[name], init_lora_weights=False), model)
+
+
+def with_written_norm(path: str, model: nn.Module) -> None:
+    """What the weight was made of has changed since: the hook makes it anew in the next call."""
+    leaf = nn.utils.weight_norm(model.get_submodule(path))
+    with torch.no_grad():
+        leaf.weight_g.mul_(1.5)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("runs_ours", (False, True), ids=("accelerated", "own"))
+@pytest.mark.parametrize("change", (with_lora_on_tables, with_written_norm))
+def test_a_table_that_no_token_is_looked_up_in(change, runs_ours, no_fallback):
+    """transformers looks the distances up in it; we take all of it."""
+    config, path = make_config("mpnet"), "encoder.relative_attention_bias"
+    plain, theirs = make_hf(config, "Model").eval(), make_hf(config, "Model").eval()
+    model = make_ours(config, "Model", theirs).eval() if runs_ours else fastbert.accelerate(theirs)
+    oracle = copy.deepcopy(plain)
+    for each in (plain, model, oracle):
+        change(path, each)
+    near, actual, exact = (m(GRID, attention_mask=PADDED)[0][PADDED.bool()] for m in (plain, model, oracle.double()))
+    assert_close_to_reference(actual, exact, near, GRADIENT_FACTOR)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+def test_a_weight_made_by_a_hook_of_what_is_not_called():
+    model, plain = (make_hf(make_config("roformer"), "Model").eval() for _ in range(2))
+    for each in (fastbert.accelerate(model), plain):
+        with_written_norm("encoder.embed_positions", each)
+    with pytest.warns(UserWarning, match=r"encoder.embed_positions has hooks \(torch.nn.utils.weight_norm\)"):
+        assert torch.equal(model(GRID)[0], plain(GRID)[0])
 
 
 def test_calibration(no_fallback):
