@@ -24,7 +24,11 @@ RECIPE = Path(recipe.__file__)
 SMALL = """
 #include <Python.h>
 static PyObject* isa(PyObject*, PyObject*) { return PyUnicode_FromString("avx2"); }
-static PyMethodDef methods[] = {{"isa", isa, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+static PyObject* isas(PyObject*, PyObject*) { return Py_BuildValue("[s]", "avx2"); }
+static PyMethodDef methods[] = {{"isa", isa, METH_NOARGS, nullptr},
+                                {"isas", isas, METH_NOARGS, nullptr},
+                                {"machine_isas", isas, METH_NOARGS, nullptr},
+                                {nullptr, nullptr, 0, nullptr}};
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, methods};
 PyMODINIT_FUNC PyInit__C() {
   PyObject* made = PyModule_Create(&module);
