@@ -196,7 +196,7 @@ _HOOKS_OF_LEAVES = (
 _OF_TORCH = ("linear", "sparse", "normalization", "dropout", "activation", "container", "conv")
 _QUANTISERS = (
     *("aqlm.", "auto_gptq.", "auto_round.", "awq.", "bitsandbytes.", "compressed_tensors.", "eetq.", "gptqmodel."),
-    *("hqq.", "nncf.", "optimum.quanto.", "quark.", "torch.ao.", "torchao."),
+    *("hqq.", "nncf.", "optimum.quanto.", "quark.", "spqr_quant.", "torch.ao.", "torchao.", "vptq."),
 )
 _CLASSES_FROM = (
     *(f"torch.nn.modules.{home}" for home in _OF_TORCH),
