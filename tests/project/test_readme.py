@@ -244,7 +244,7 @@ RUNS = {page: ["".join(found)] if page.endswith(".nb.md") else found for page, f
 def test_examples_run(page, block, monkeypatch, tmp_path):
     """As they stand, without a network.
 
-    What needs a bucket is marked "py": tests/bulk runs the same calls over files.
+    What needs a bucket or the hub is marked "py": tests/bulk and tests/sentences run the same calls.
     """
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("MPLBACKEND", "agg")
