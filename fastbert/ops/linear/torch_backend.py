@@ -18,23 +18,12 @@ _ACTIVATIONS = {
     "silu": F.silu,
 }
 
-
 ACTIVATIONS_IN_PLACE = {
     "gelu": torch.ops.aten.gelu_,
     "gelu_tanh": lambda x: torch.ops.aten.gelu_(x, approximate="tanh"),
     "relu": torch.relu_,
     "tanh": torch.tanh_,
     "silu": lambda x: F.silu(x, inplace=True),
-}
-
-
-# activation(x) and its gradient -> the gradient of x.
-ACTIVATIONS_BACKWARD = {
-    "gelu": torch.ops.aten.gelu_backward,
-    "gelu_tanh": lambda dout, x: torch.ops.aten.gelu_backward(dout, x, approximate="tanh"),
-    "relu": lambda dout, x: torch.ops.aten.threshold_backward(dout, x, 0),
-    "tanh": lambda dout, x: torch.ops.aten.tanh_backward(dout, torch.tanh(x)),
-    "silu": torch.ops.aten.silu_backward,
 }
 
 
