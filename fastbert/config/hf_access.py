@@ -41,6 +41,7 @@ class ConfigAccess:
     id2label: Mapping[int, str]
     own: Mapping[str, Any]
     __dataclass_fields__: ClassVar[dict[str, Any]]
+    _name_or_path = ""  # no field: what it was loaded from, under the name that sentence-transformers reads
 
     model_type: str
     family: Any
@@ -141,11 +142,11 @@ class ConfigAccess:
     @property
     def name_or_path(self) -> str:
         """What it was loaded from; not saved."""
-        return self.__dict__.get("_name_or_path", "")
+        return self._name_or_path
 
     @name_or_path.setter
     def name_or_path(self, value: str) -> None:
-        self.__dict__["_name_or_path"] = value
+        self._name_or_path = value
 
     @property
     def label2id(self) -> dict[str, int]:

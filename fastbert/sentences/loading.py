@@ -78,6 +78,7 @@ _WITHOUT_EFFECT = ("padding_side", "use_fast", "clean_up_tokenization_spaces")
 class Opened:
     """A folder whose files were found and whose settings were read, before its weights are."""
 
+    name: str  # what it was loaded from, as the caller wrote it
     root: Path
     folder: Path  # of the transformer in it
     settings: FolderSettings
@@ -89,7 +90,8 @@ class Opened:
     tokenizer_entries: dict[str, Any]  # entries of tokenizer_config.json to change
 
     def quantised(self, model: PreTrainedModel) -> PreTrainedModel:
-        """The model on its device, frozen, in int8 where that is asked for."""
+        """The model under its name and on its device, frozen, in int8 where that is asked for."""
+        model.name_or_path = model.config.name_or_path = self.name
         model.requires_grad_(False).to(self.device)
         if self.int8 and not is_quantized(model):
             make_int8(model, linears_of(model), {})
@@ -170,6 +172,7 @@ def open_folder(
     settings.default_prompt_name = settings.default_prompt_name if prompt_name is None else prompt_name
     int8 = dtype in ("int8", torch.int8)
     return Opened(
+        name=str(name_or_path),
         root=root,
         folder=folder,
         settings=settings,

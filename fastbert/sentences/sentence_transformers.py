@@ -154,6 +154,7 @@ def _class() -> type:
                 similarity_fn_name=cast(Similarity, encoder.similarity_fn_name),
                 truncate_dim=encoder.truncate_dim,
             )
+            self._model_card_text = _card_of(encoder)  # type: ignore[assignment]  # theirs says None
             self._encoder = copy.copy(encoder)
             self._encoder.default_prompt_name = self._encoder.truncate_dim = self._encoder.windows = None
             self._encoder._tokenizers = {}
@@ -190,6 +191,13 @@ def _class() -> type:
 
     SentenceTransformer.__qualname__ = _NAME
     return SentenceTransformer
+
+
+def _card_of(encoder: SentenceEncoder) -> str | None:
+    """The model card beside its weights, which a model saved without training keeps."""
+    folder = getattr(encoder, "folder", None)  # an encoder of parts has none
+    card = None if folder is None else folder / "README.md"
+    return card.read_text(encoding="utf-8") if card is not None and card.is_file() else None
 
 
 def _modules(encoder: SentenceEncoder) -> list[nn.Module]:

@@ -61,6 +61,16 @@ def test_it_is_one_and_gives_the_same(folder):
     assert np.array_equal(pickle.loads(pickle.dumps(ours)).encode(TEXTS), ours.encode(TEXTS))
 
 
+def test_it_knows_where_it_is_from(folder):
+    """Their losses and cards read the name; a model that was not trained keeps the card of its folder."""
+    (folder / "README.md").write_text("A card.\n", encoding="utf-8")
+    ours, theirs = pair(folder)
+    names = [model.transformers_model.config._name_or_path for model in (ours, theirs)]
+    assert names == [str(folder)] * 2
+    ours.save_pretrained(str(folder.parent / "saved"))
+    assert (folder.parent / "saved/README.md").read_text(encoding="utf-8") == "A card.\n"
+
+
 def train(model, folder):
     from datasets import Dataset
     from sentence_transformers.losses import CoSENTLoss
